@@ -1,0 +1,130 @@
+"""The command line: a word without `=` is a subcommand, everything else is a Hydra override.
+
+Nothing here imports torch: help and refusals answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from distbench.errors import ConfigError, DistbenchError, ExitCode
+
+COMMANDS: dict[str, tuple[str, str]] = {}
+"""Subcommand -> (module with `main(argv) -> exit code`, what it does)."""
+
+HELP = """\
+distbench: choose between DDP, FSDP and their settings by experiment.
+
+usage: python -m distbench [OVERRIDES...]           one run
+       python -m distbench -m KEY=A,B,... [...]     a sweep over every combination
+       python -m distbench COMMAND [--help]         a subcommand
+
+commands
+{commands}
+groups: choose an option with GROUP=OPTION, set its values with GROUP.KEY=VALUE
+{groups}
+examples
+  python -m distbench strategy=fsdp precision=bf16
+  python -m distbench -m strategy=ddp,fsdp precision=fp32,bf16
+  python -m distbench -m +recipes=ddp_vs_fsdp
+  torchrun --nproc-per-node 2 -m distbench strategy=fsdp2
+
+--cfg job [OVERRIDES...] shows the composed configuration, --hydra-help Hydra's own options (completion among them)."""
+
+
+def entry() -> None:
+    """Console script. Never returns."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(argv: list[str]) -> int:
+    """Run one command line and return its exit code."""
+    cwd = str(Path.cwd())
+    if cwd not in sys.path:
+        # `python -m` does this; the console script must find a user's `_target_` beside them too.
+        sys.path.insert(0, cwd)
+    try:
+        if argv and argv[0] in COMMANDS:
+            module, _ = COMMANDS[argv[0]]
+            return int(import_module(module).main(argv[1:]))
+        if {"-h", "--help"} & set(argv):
+            print(_help())
+            return ExitCode.OK
+        _refuse_stray_words(argv)
+        return _run(argv)
+    except DistbenchError as error:
+        print(f"distbench: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("distbench: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+
+
+def _help() -> str:
+    """Our own page: Hydra's composes every group first, which takes seconds."""
+    from distbench.hydra_edge import conf_dir
+
+    commands = "".join(f"  {name:<12} {text}\n" for name, (_, text) in COMMANDS.items())
+    groups = "".join(
+        f"  {group.name:<12} {', '.join(sorted(option.stem for option in group.glob('*.yaml')))}\n"
+        for group in sorted(conf_dir().iterdir())
+        if group.is_dir()
+    )
+    return HELP.format(commands=commands, groups=groups)
+
+
+def _refuse_stray_words(argv: list[str]) -> None:
+    """A first word that is neither a flag nor an override is a mistyped subcommand."""
+    if argv and not argv[0].startswith(("-", "+", "~")) and "=" not in argv[0]:
+        near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "overrides look like strategy=fsdp; see --help"
+        raise ConfigError(f"{argv[0]!r} is not a command; {hint}")
+
+
+def _run(argv: list[str]) -> int:
+    """Compose with Hydra and run, once or as a sweep; a torchrun rank other than 0 only follows."""
+    from distbench.config import joined_world
+
+    if joined_world() is not None and os.environ["RANK"] != "0":
+        from distbench.launching.joined import follow
+
+        return follow()
+    return _compose_and_run(argv)
+
+
+def _compose_and_run(argv: list[str]) -> int:
+    import hydra
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from distbench import sweep
+    from distbench.config import register_schemas
+    from distbench.hydra_edge import conf_dir, explain, register_resolvers
+
+    register_schemas()
+    register_resolvers()
+    wants_traceback = "HYDRA_FULL_ERROR" in os.environ
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them and exiting with 1
+    sys.argv = [sys.argv[0], *argv]
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(sweep.run_cell)()
+    except (HydraException, OmegaConfBaseException) as error:
+        if wants_traceback:
+            raise
+        raise ConfigError(explain(error)) from error
+    except OSError as error:
+        if wants_traceback or error.filename is None:
+            raise
+        raise ConfigError(f"cannot write {error.filename}: {error.strerror}; set output_dir=...") from error
+    finally:
+        if not wants_traceback:
+            del os.environ["HYDRA_FULL_ERROR"]
+    return sweep.exit_code()
+
+
+if __name__ == "__main__":
+    entry()

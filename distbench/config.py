@@ -1,0 +1,692 @@
+"""The typed schema of every config group, and the refusals that need more than one field to see.
+
+Hydra composes YAML from `conf/` over these dataclasses, so a wrong key or type is refused by Hydra itself.
+`from_container` turns the composed tree into plain dataclasses; no DictConfig travels past this module.
+Nothing here imports torch: refused configurations must answer at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, Union
+
+from distbench.errors import ConfigError
+
+AUTO = "auto"
+MISSING: Any = "???"
+"""OmegaConf's mark for a value that must be given."""
+
+# --------------------------------------------------------------------------------------------------------------
+# Choices
+# --------------------------------------------------------------------------------------------------------------
+
+
+class ShardingStrategy(Enum):
+    """`torch.distributed.fsdp.ShardingStrategy`, the members that need one mesh axis."""
+
+    FULL_SHARD = "FULL_SHARD"
+    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    NO_SHARD = "NO_SHARD"
+
+
+class BackwardPrefetch(Enum):
+    """When the next unit's all-gather is issued in backward."""
+
+    pre = "pre"
+    """Before the current unit's gradient computation (torch's BACKWARD_PRE): most overlap, most memory."""
+    post = "post"
+    """After it (torch's BACKWARD_POST)."""
+    none = "none"
+    """Only when the unit itself is reached."""
+
+
+class LossKind(Enum):
+    mse = "mse"
+    cross_entropy = "cross_entropy"
+    sum = "sum"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Device(Enum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Groups
+# --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SimpleModel:
+    """The SimpleTransformerLayer stack."""
+
+    name: str = "simple"
+    num_layers: int = 4
+    hidden_dim: int = 64
+    seq_len: int = 32
+    vocab_size: int | None = None
+    """None: the model maps (seq_len, hidden_dim) to itself. An int: token ids in, logits out."""
+    input_shape: list[int] = field(default_factory=list)
+    target_shape: list[int] = field(default_factory=list)
+
+
+@dataclass
+class CustomModel:
+    """The user's own module: `_target_` is called with `kwargs` and must return a `torch.nn.Module`."""
+
+    _target_: str = "???"
+    name: str = "custom"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    block_classes: list[str] = field(default_factory=list)
+    input_shape: list[int] = field(default_factory=list)
+    target_shape: list[int] = field(default_factory=list)
+    vocab_size: int | None = None
+
+
+@dataclass
+class SingleStrategy:
+    """One process, no wrapper."""
+
+    name: str = "single"
+
+
+@dataclass
+class DDPStrategy:
+    """`torch.nn.parallel.DistributedDataParallel`; fields carry torch's names and defaults."""
+
+    name: str = "ddp"
+    bucket_cap_mb: float = 25.0
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    find_unused_parameters: bool = False
+    broadcast_buffers: bool = True
+
+
+@dataclass
+class FSDPStrategy:
+    """`torch.distributed.fsdp.FullyShardedDataParallel`; fields carry torch's names and defaults."""
+
+    name: str = "fsdp"
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    use_orig_params: bool = True
+    limit_all_gathers: bool = True
+    forward_prefetch: bool = False
+    sync_module_states: bool = False
+
+
+@dataclass
+class FSDP2Strategy:
+    """`torch.distributed.fsdp.fully_shard`; fields carry torch's names and defaults."""
+
+    name: str = "fsdp2"
+    reshard_after_forward: Union[bool, int] = True  # noqa: UP007  OmegaConf reads typing.Union only
+
+
+@dataclass
+class LossScaler:
+    """Dynamic loss scaling for fp16: torch.amp.GradScaler's constants and meaning."""
+
+    enabled: bool = False
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+@dataclass
+class Precision:
+    """What a precision means, for every strategy alike (docs/concepts.md)."""
+
+    name: str = "fp32"
+    param_dtype: str = "fp32"
+    """The master parameters, which the optimizer updates."""
+    compute_dtype: str = "fp32"
+    """Parameters and inputs are cast to it for forward and backward."""
+    reduce_dtype: str = "fp32"
+    """Gradients cross the network in it."""
+    buffer_dtype: str | None = None
+    """Floating-point buffers; null leaves each as the model made it."""
+    autocast: bool = False
+    """True: torch.autocast chooses per operation instead of casting parameters."""
+    scaler: LossScaler = field(default_factory=LossScaler)
+    fallback: str | None = None
+    """The precision to use instead where the device lacks this one; the record says when it was."""
+
+
+@dataclass
+class SizeWrap:
+    """Wrap every submodule that still holds at least `min_num_params` unwrapped parameters."""
+
+    name: str = "size"
+    min_num_params: int = 1_000_000
+
+
+@dataclass
+class BlockWrap:
+    """Wrap every module of the named classes; empty: the model's own block classes."""
+
+    name: str = "block"
+    classes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PatternWrap:
+    """Wrap every module whose qualified name matches one of the regular expressions as a whole."""
+
+    name: str = "pattern"
+    patterns: list[str] = field(default_factory=list)
+
+
+@dataclass
+class NoWrap:
+    """One unit: the whole model."""
+
+    name: str = "none"
+
+
+@dataclass
+class Prefetch:
+    backward: BackwardPrefetch = BackwardPrefetch.pre
+    forward: bool = False
+
+
+@dataclass
+class SyntheticData:
+    """Inputs and targets drawn from (data seed, sample id) alone."""
+
+    name: str = "synthetic"
+    input_shape: list[int] = field(default_factory=list)
+    target_shape: list[int] = field(default_factory=list)
+    vocab_size: int | None = None
+
+
+@dataclass
+class TextData:
+    """Byte-level next-token windows over a file or a folder."""
+
+    name: str = "text"
+    path: str = "???"
+    glob: str = "*"
+    seq_len: int = 32
+    max_bytes: int = 64 * 2**20
+    shuffle: bool = True
+
+
+@dataclass
+class Loss:
+    name: LossKind = LossKind.mse
+    ignore_index: int = -100
+
+
+@dataclass
+class AdamW:
+    name: str = "adamw"
+    lr: float = 1e-3
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    decay_1d: bool = True
+    """False: parameters of one dimension (norms, biases) are not decayed."""
+    schedule: Schedule = Schedule.constant
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+
+
+@dataclass
+class SGD:
+    name: str = "sgd"
+    lr: float = 1e-2
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    decay_1d: bool = True
+    schedule: Schedule = Schedule.constant
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+
+
+@dataclass
+class Checkpoint:
+    final: bool = True
+    """Write the model as safetensors after the last step."""
+
+
+@dataclass
+class LocalLaunch:
+    """This command starts its own ranks."""
+
+    name: str = "local"
+    nproc: Union[int, str] = AUTO  # noqa: UP007
+    master_addr: str = "127.0.0.1"
+    master_port: Union[int, str] = AUTO  # noqa: UP007
+    threads_per_rank: Union[int, str] = AUTO  # noqa: UP007
+    timeout_s: float = 600.0
+    """How long a collective may wait for a peer before the run is ended."""
+
+
+@dataclass
+class TorchrunLaunch:
+    """Ranks were started by torchrun (or any launcher that sets its variables); they join."""
+
+    name: str = "torchrun"
+    threads_per_rank: Union[int, str] = AUTO  # noqa: UP007
+    timeout_s: float = 600.0
+
+
+@dataclass
+class Seeds:
+    model: int = 0
+    data: int = 0
+
+
+@dataclass
+class Logging:
+    histograms: bool = False
+    progress: bool = True
+
+
+@dataclass
+class Config:
+    """One run. Groups of more than one dataclass are `Any` here; `GROUPS` says which ones they hold."""
+
+    model: Any = MISSING
+    strategy: Any = MISSING
+    precision: Precision = field(default_factory=Precision)
+    wrap_policy: Any = MISSING
+    prefetch: Prefetch = field(default_factory=Prefetch)
+    data: Any = MISSING
+    loss: Loss = field(default_factory=Loss)
+    optimizer: Any = MISSING
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    launch: Any = MISSING
+    logging: Logging = field(default_factory=Logging)
+    seed: Seeds = field(default_factory=Seeds)
+    device: Device = Device.auto
+    steps: int = 20
+    global_batch: int = 8
+    accumulation: int = 1
+    accumulation_sync: bool = False
+    clip_norm: float | None = 1.0
+    deterministic: bool = True
+    name: str | None = None
+    output_dir: str = "outputs"
+
+
+GROUPS: dict[str, dict[str, type]] = {
+    "model": {"simple": SimpleModel, "custom": CustomModel},
+    "strategy": {
+        "single": SingleStrategy,
+        "ddp": DDPStrategy,
+        "fsdp": FSDPStrategy,
+        "fsdp2": FSDP2Strategy,
+    },
+    "wrap_policy": {"size": SizeWrap, "block": BlockWrap, "pattern": PatternWrap, "none": NoWrap},
+    "data": {"synthetic": SyntheticData, "text": TextData},
+    "optimizer": {"adamw": AdamW, "sgd": SGD},
+    "launch": {"local": LocalLaunch, "torchrun": TorchrunLaunch},
+}
+"""Groups whose options differ in their fields; an option's `name` says which dataclass it is."""
+
+MONOMORPHIC: dict[str, type] = {
+    "precision": Precision,
+    "prefetch": Prefetch,
+    "loss": Loss,
+    "checkpoint": Checkpoint,
+}
+"""Groups whose options are presets of one dataclass."""
+
+DTYPES = ("fp64", "fp32", "bf16", "fp16")
+
+
+def register_schemas() -> None:
+    """Store every schema with Hydra's ConfigStore under `schema/<group>/<option>`."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(name="base_config", node=Config, provider="distbench")
+    for group, options in GROUPS.items():
+        for option, schema in options.items():
+            store.store(group=f"schema/{group}", name=option, node=schema, provider="distbench")
+    for group, schema in MONOMORPHIC.items():
+        store.store(group="schema", name=group, node=schema, provider="distbench")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Edge: container <-> dataclasses
+# --------------------------------------------------------------------------------------------------------------
+
+
+def from_container(container: dict[str, Any]) -> Config:
+    """Build the typed config from a plain, resolved tree (Hydra's composition, or a `resolved.yaml`).
+
+    Raises ConfigError for unknown options, unknown keys, wrong types and values left at `???`.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    root = OmegaConf.structured(Config)
+    for group, options in GROUPS.items():
+        chosen = (container.get(group) or {}).get("name")
+        if chosen not in options:
+            raise ConfigError(f"{group}.name={chosen!r} is not one of {', '.join(options)}")
+        root[group] = OmegaConf.structured(options[chosen])
+    try:
+        merged = OmegaConf.merge(root, container)
+        if missing := sorted(OmegaConf.missing_keys(merged)):
+            raise ConfigError(f"{missing[0]} has no value; set {missing[0]}=...")
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from error
+    assert isinstance(config, Config)
+    return config
+
+
+def to_container(config: Config) -> dict[str, Any]:
+    """The plain tree of a config: dicts, lists, strings and numbers only; inverse of `from_container`."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Enum):
+            return value.name
+        if is_dataclass(value) and not isinstance(value, type):
+            return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
+        if isinstance(value, dict):
+            return {k: plain(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(v) for v in value]
+        return value
+
+    tree = plain(config)
+    assert isinstance(tree, dict)
+    return tree
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Derived facts
+# --------------------------------------------------------------------------------------------------------------
+
+
+def joined_world() -> int | None:
+    """World size when this process was started by torchrun or a launcher that sets its variables, else None."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else None
+
+
+def num_cuda_devices() -> int:
+    """CUDA devices visible to this process, without importing torch (which takes seconds)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) if Path("/proc/driver/nvidia").exists() else 0
+    if visible is None:
+        return present
+    return min(present, len([d for d in visible.split(",") if d.strip() not in ("", "-1")]))
+
+
+def resolve_device(config: Config) -> str:
+    """`cpu` or `cuda`: CUDA when asked for, or when present and not refused."""
+    if config.device is Device.auto:
+        return "cuda" if num_cuda_devices() else "cpu"
+    return config.device.value
+
+
+def world_size(config: Config) -> int:
+    """Number of ranks this run has: joined, asked for, or by default one a GPU, two on CPU, one for `single`."""
+    joined = joined_world()
+    if joined is not None:
+        return joined
+    nproc = getattr(config.launch, "nproc", AUTO)
+    if nproc != AUTO:
+        return int(nproc)
+    if config.strategy.name == "single":
+        return 1
+    return num_cuda_devices() if resolve_device(config) == "cuda" else 2
+
+
+def threads_per_rank(config: Config, local_world_size: int) -> int:
+    """Intra-op CPU threads of one rank: as asked, else an equal share of the cores this process may use."""
+    asked = config.launch.threads_per_rank
+    if asked != AUTO:
+        return int(asked)
+    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+
+
+def not_applicable(config: Config) -> dict[str, str]:
+    """Options this run's strategy does not use, each with the reason. They do not change the experiment."""
+    unused: dict[str, str] = {}
+    strategy = config.strategy.name
+    if strategy in ("single", "ddp"):
+        unused["wrap_policy"] = f"strategy={strategy} does not shard"
+        unused["prefetch"] = f"strategy={strategy} gathers no parameters"
+    elif strategy == "fsdp" and config.strategy.sharding_strategy is ShardingStrategy.NO_SHARD:
+        unused["prefetch"] = "sharding_strategy=NO_SHARD gathers no parameters"
+    if config.accumulation == 1:
+        unused["accumulation_sync"] = "accumulation=1 synchronises once"
+    elif strategy == "single":
+        unused["accumulation_sync"] = "strategy=single synchronises nothing"
+    if not config.precision.scaler.enabled:
+        unused["precision.scaler"] = "no loss scaling in this precision"
+    return unused
+
+
+def effective(config: Config) -> dict[str, Any]:
+    """The part of a config that changes what is computed: what two runs must share to be the same experiment."""
+    tree = to_container(config)
+    for path in not_applicable(config):
+        *parents, leaf = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node[parent]
+        node[leaf] = "not applicable"
+    for ignored in ("name", "output_dir", "logging"):
+        tree.pop(ignored)
+    for address in ("master_addr", "master_port"):
+        tree["launch"].pop(address, None)
+    tree["world_size"] = world_size(config)
+    return tree
+
+
+def digest(tree: Any) -> str:
+    """Short content hash of a plain tree (hex, 16 characters)."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """How one optimizer step's samples are divided: micro_batch x accumulation x world_size = global_batch."""
+
+    global_batch: int
+    world_size: int
+    accumulation: int
+
+    @property
+    def per_rank(self) -> int:
+        return self.global_batch // self.world_size
+
+    @property
+    def micro_batch(self) -> int:
+        return self.per_rank // self.accumulation
+
+    def __str__(self) -> str:
+        return f"{self.micro_batch} x {self.accumulation} x {self.world_size} = {self.global_batch}"
+
+    def to_dict(self) -> dict[str, int]:
+        return {**asdict(self), "per_rank": self.per_rank, "micro_batch": self.micro_batch}
+
+
+def batch_shape(config: Config) -> BatchShape:
+    return BatchShape(config.global_batch, world_size(config), config.accumulation)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Refusals
+# --------------------------------------------------------------------------------------------------------------
+
+
+def validate(config: Config) -> None:
+    """Refuse, before any process starts, what cannot be run. Raises ConfigError naming value and remedy."""
+    _validate_numbers(config)
+    _validate_precision(config)
+    _validate_data(config)
+    _validate_wrapping(config)
+    _validate_world(config)
+
+
+def _positive(name: str, value: float, minimum: float = 1) -> None:
+    if value < minimum:
+        raise ConfigError(f"{name}={value} is too small; it must be at least {minimum}")
+
+
+def _validate_numbers(config: Config) -> None:
+    _positive("steps", config.steps)
+    _positive("global_batch", config.global_batch)
+    _positive("accumulation", config.accumulation)
+    if config.clip_norm is not None and not config.clip_norm > 0:
+        raise ConfigError(f"clip_norm={config.clip_norm} must be positive; clip_norm=null turns clipping off")
+    if config.model.name == "simple":
+        for name in ("num_layers", "hidden_dim", "seq_len"):
+            _positive(f"model.{name}", getattr(config.model, name))
+    if config.model.vocab_size is not None:
+        _positive("model.vocab_size", config.model.vocab_size, 2)
+    optimizer = config.optimizer
+    if not optimizer.lr >= 0:
+        raise ConfigError(f"optimizer.lr={optimizer.lr} must not be negative")
+    if optimizer.name == "adamw" and (len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas)):
+        raise ConfigError(f"optimizer.betas={optimizer.betas} must be two numbers in [0, 1)")
+    if optimizer.name == "sgd" and optimizer.nesterov and not optimizer.momentum > 0:
+        raise ConfigError("optimizer.nesterov=true needs optimizer.momentum above 0")
+    if optimizer.warmup_steps < 0:
+        raise ConfigError(f"optimizer.warmup_steps={optimizer.warmup_steps} must not be negative")
+    if config.strategy.name == "ddp":
+        _positive("strategy.bucket_cap_mb", config.strategy.bucket_cap_mb, 0.001)
+
+
+def _validate_precision(config: Config) -> None:
+    precision = config.precision
+    for name in ("param_dtype", "compute_dtype", "reduce_dtype", "buffer_dtype"):
+        value = getattr(precision, name)
+        if value not in DTYPES and not (name == "buffer_dtype" and value is None):
+            raise ConfigError(f"precision.{name}={value!r} is not one of {', '.join(DTYPES)}")
+    if precision.autocast and precision.compute_dtype not in ("bf16", "fp16"):
+        raise ConfigError(
+            f"precision.autocast=true needs precision.compute_dtype bf16 or fp16, not {precision.compute_dtype}"
+        )
+    if precision.param_dtype in ("bf16", "fp16") and precision.compute_dtype != precision.param_dtype:
+        raise ConfigError(
+            f"precision.param_dtype={precision.param_dtype} with compute_dtype={precision.compute_dtype}: "
+            f"master parameters are never narrower than compute; set precision.param_dtype=fp32"
+        )
+    if precision.scaler.enabled and precision.compute_dtype != "fp16":
+        raise ConfigError(
+            f"precision.scaler.enabled=true is for fp16; compute_dtype is {precision.compute_dtype}: "
+            "set precision=fp16 or precision.scaler.enabled=false"
+        )
+    if precision.compute_dtype == "fp64" and precision.reduce_dtype != "fp64":
+        raise ConfigError(
+            f"precision.reduce_dtype={precision.reduce_dtype} with fp64 compute: a reference must not be rounded on "
+            "the way; set precision=fp64"
+        )
+    if precision.fallback is not None and precision.fallback not in ("fp16", "fp32"):
+        raise ConfigError(f"precision.fallback={precision.fallback!r} must be fp16, fp32 or null")
+    if not precision.scaler.init_scale > 0:
+        raise ConfigError(f"precision.scaler.init_scale={precision.scaler.init_scale} must be positive")
+
+
+def _validate_data(config: Config) -> None:
+    data, loss, model = config.data, config.loss.name, config.model
+    if data.name == "text":
+        path = Path(data.path).expanduser()
+        if not path.exists():
+            raise ConfigError(f"data.path={data.path} does not exist; name a text file or a folder")
+        _positive("data.seq_len", data.seq_len)
+        if loss is not LossKind.cross_entropy:
+            raise ConfigError(f"data=text needs loss=cross_entropy, not loss={loss.name}")
+        if model.vocab_size is None or model.vocab_size < 256:
+            raise ConfigError(
+                f"data=text yields bytes but model.vocab_size={model.vocab_size}; set model.vocab_size=256 "
+                "(model=simple_text has it)"
+            )
+    else:
+        if not data.input_shape or min(data.input_shape) < 1:
+            raise ConfigError(f"data.input_shape={data.input_shape} must be sizes of at least 1, such as [64,128]")
+        if not data.target_shape or min(data.target_shape) < 1:
+            raise ConfigError(f"data.target_shape={data.target_shape} must be sizes of at least 1")
+        if (data.vocab_size is not None) != (loss is LossKind.cross_entropy):
+            raise ConfigError(
+                f"loss={loss.name} with data.vocab_size={data.vocab_size}: cross_entropy is for token ids (set "
+                "data.vocab_size, or model.vocab_size which it follows); mse and sum are for regression"
+            )
+
+
+def _validate_wrapping(config: Config) -> None:
+    if "wrap_policy" in not_applicable(config):
+        return
+    policy = config.wrap_policy
+    if policy.name == "size":
+        _positive("wrap_policy.min_num_params", policy.min_num_params)
+    if policy.name == "pattern":
+        if not policy.patterns:
+            raise ConfigError(r"wrap_policy=pattern needs wrap_policy.patterns, such as ['layers\.\d+']")
+        for pattern in policy.patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"wrap_policy.patterns: {pattern!r} is not a regular expression: {error}") from error
+    strategy = config.strategy
+    if strategy.name == "fsdp" and not strategy.use_orig_params and not config.optimizer.decay_1d:
+        raise ConfigError(
+            "optimizer.decay_1d=false needs original parameters, but strategy.use_orig_params=false flattens them; "
+            "set strategy.use_orig_params=true"
+        )
+
+
+def _validate_world(config: Config) -> None:
+    size, device, strategy = world_size(config), resolve_device(config), config.strategy
+    joined = joined_world()
+    if config.launch.name == "torchrun" and joined is None:
+        raise ConfigError(
+            "launch=torchrun joins ranks that torchrun started, but RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+            "are not set; run `torchrun --nproc-per-node 2 -m distbench ...`, or use launch=local"
+        )
+    nproc = getattr(config.launch, "nproc", AUTO)
+    if nproc != AUTO and not isinstance(nproc, int):
+        raise ConfigError(f"launch.nproc={nproc!r} must be a number of ranks or auto")
+    _positive("launch.nproc", size)
+    if device == "cuda" and joined is None and size > num_cuda_devices():
+        raise ConfigError(
+            f"launch.nproc={size} but {num_cuda_devices()} CUDA devices are visible, one per rank; set "
+            f"launch.nproc={max(1, num_cuda_devices())} or device=cpu"
+        )
+    threads = config.launch.threads_per_rank
+    if threads != AUTO and (not isinstance(threads, int) or threads < 1):
+        raise ConfigError(f"launch.threads_per_rank={threads!r} must be at least 1 or auto")
+    if strategy.name == "single" and size != 1:
+        raise ConfigError(
+            f"strategy=single is one process, but this run has {size} ranks; "
+            "use strategy=ddp, fsdp or fsdp2, or one rank"
+        )
+    if config.global_batch % (size * config.accumulation):
+        raise ConfigError(
+            f"global_batch={config.global_batch} does not divide into {size} ranks x accumulation="
+            f"{config.accumulation}; use a multiple of {size * config.accumulation}"
+        )
+    if strategy.name == "fsdp2":
+        reshard = strategy.reshard_after_forward
+        if not isinstance(reshard, bool) and (reshard < 1 or size % reshard or reshard in (1, size)):
+            raise ConfigError(
+                f"strategy.reshard_after_forward={reshard} must divide the world size {size} and lie strictly between "
+                f"1 and {size}; use true to reshard to all {size} ranks or false to keep parameters gathered"
+            )
+    port = getattr(config.launch, "master_port", AUTO)
+    if port != AUTO and (not isinstance(port, int) or not 0 < port < 65536):
+        raise ConfigError(f"launch.master_port={port!r} must be a port number or auto")

@@ -1,0 +1,118 @@
+"""Where Hydra ends: its search path, its resolvers, and its errors in one clear line."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import re
+import secrets
+import sysconfig
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from distbench import config as schema
+
+MAX_NAME = 120
+"""Characters of a sweep cell's folder name; file systems allow 255 bytes, and people read fewer."""
+
+
+def conf_dir() -> Path:
+    """`conf/`, inside the installed package or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+@cache
+def stamp() -> str:
+    """This process's own name: local time and a random tail, so two started in one second do not collide."""
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
+
+
+def label(*parts: Any) -> str:
+    """The given parts that are set, joined by underscores, safe as a folder name."""
+    return _slug("_".join(str(part) for part in parts if part is not None))
+
+
+def cell(num: int, overrides: str, *fallback: Any) -> str:
+    """Folder name of one cell of a sweep: its number, then what was set."""
+    words = [word for word in overrides.split(",") if word and not word.lstrip("+").startswith("recipes=")]
+    return f"{int(num):03d}_{_slug(','.join(words)) or label(*fallback)}"
+
+
+def _slug(text: str) -> str:
+    clean = re.sub(r"[^A-Za-z0-9=,._+-]+", "-", text).strip("-.")
+    if len(clean) <= MAX_NAME:
+        return clean
+    tail = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{clean[: MAX_NAME - 9]}-{tail}"
+
+
+def register_resolvers() -> None:
+    """Register the `distbench.*` OmegaConf resolvers that `conf/` uses."""
+    from omegaconf import OmegaConf
+
+    resolvers: dict[str, Callable[..., Any]] = {
+        "stamp": stamp,
+        "label": label,
+        "cell": cell,
+        "stdlib": lambda: sysconfig.get_paths()["stdlib"],
+    }
+    for name, function in resolvers.items():
+        OmegaConf.register_new_resolver(f"distbench.{name}", function, replace=True)
+
+
+def explain(error: Exception) -> str:
+    """One message for an error of Hydra's or OmegaConf's: what, which value, what instead."""
+    cause = error.__cause__ or error.__context__
+    text = str(error).strip()
+    if cause is not None and str(cause).strip() and str(cause).splitlines()[0] not in text:
+        text = f"{text}\n{str(cause).strip()}"
+    text = text.split("\nConfig search path:")[0]
+    text = re.sub(r"\n\t(\S+)", r" \1", text)  # options one a line, after a tab
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    kept = [line for line in lines if not line.lstrip().startswith(("full_key:", "object_type=", "reference_type="))]
+    message = "\n".join(kept)
+    if suggestion := _suggest(message):
+        message = f"{message}\nDid you mean {suggestion}?"
+    return message
+
+
+def _suggest(message: str) -> str | None:
+    """The nearest valid group, option or key to the one a Hydra message complains about."""
+    if match := re.search(r"Could not find '([^'/]+)/([^']+)'", message):
+        group, option = match.groups()
+        names = [path.stem for path in (conf_dir() / group).glob("*.yaml")]
+        near = difflib.get_close_matches(option, names, n=1, cutoff=0.4)
+        return f"{group}={near[0]}" if near else None
+    if match := re.search(r"Could not override '([^']+)'", message) or re.search(
+        r"Key '([^']+)' (?:is )?not in", message
+    ):
+        wanted = match.group(1).split("@")[0]
+        near = difflib.get_close_matches(wanted, valid_keys(), n=1, cutoff=0.6)
+        if not near and "." in wanted:
+            near = difflib.get_close_matches(wanted.rsplit(".", 1)[1], valid_keys(), n=1, cutoff=0.6)
+        return near[0] if near else None
+    return None
+
+
+def valid_keys() -> list[str]:
+    """Every dotted key an override may name, over all options of all groups."""
+
+    def walk(node: Any, prefix: str) -> list[str]:
+        keys: list[str] = []
+        for f in fields(node):
+            name = f"{prefix}{f.name}"
+            keys.append(name)
+            for option in schema.GROUPS.get(name, {}).values():
+                keys += walk(option(), f"{name}.")
+            value = getattr(node, f.name)
+            if name not in schema.GROUPS and is_dataclass(value):
+                keys += walk(value, f"{name}.")
+        return keys
+
+    return list(dict.fromkeys(walk(schema.Config(), "")))

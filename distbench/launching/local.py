@@ -1,0 +1,100 @@
+"""The parent side of a local launch: torch's elastic agent over a warm forkserver.
+
+A forkserver that has imported torch and everything a run needs forks a fresh process per rank and run, so a sweep
+pays the import once and memory figures stay clean. (Not fork from the parent: children hung after it had run one
+multi-threaded matrix product.)
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing.forkserver
+import os
+import secrets
+import shutil
+import signal
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from distbench.config import AUTO, Config
+from distbench.errors import ConfigError
+from distbench.runs.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class RanksFailed(Exception):
+    """Ranks did not all end well. `ranks`: (rank, exit code; negative for a signal) as the agent saw them."""
+
+    ranks: list[tuple[int, int]]
+
+
+class Interrupted(Exception):
+    """The parent was asked to stop (SIGINT, SIGTERM) while ranks ran."""
+
+
+def warm_up() -> None:
+    """Start the forkserver and its imports in the background; cheap to call again.
+
+    Called before the parent imports torch itself, so the two imports overlap.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    multiprocessing.set_forkserver_preload(["distbench.launching.preload"])
+    multiprocessing.forkserver.ensure_running()
+
+
+def check_port(config: Config) -> None:
+    """Refuse a `launch.master_port` that is taken, before anything starts."""
+    port = config.launch.master_port
+    if port == AUTO:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.launch.master_addr, port))
+        except OSError as error:
+            raise ConfigError(
+                f"launch.master_port={port} cannot be used on {config.launch.master_addr}: {error.strerror}; "
+                "use launch.master_port=auto or a free port"
+            ) from error
+
+
+def start_ranks(config: Config, tree: dict[str, Any], folder: RunFolder, num_ranks: int) -> None:
+    """Start `num_ranks` ranks and wait for them. Raises RanksFailed or Interrupted; no rank outlives this call."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from distbench.launching.worker import run_rank_process
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    address = config.launch.master_addr
+    port = 0 if config.launch.master_port == AUTO else config.launch.master_port
+    agent_logs = folder.logs / ".agent"
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=secrets.token_hex(8),
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{address}:{port}",
+        local_addr=address,
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(agent_logs)),
+    )
+    if address.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # stay on loopback instead of resolving the host's name
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        elastic_launch(launch, run_rank_process)(tree, str(folder.path))
+    except ChildFailedError as error:
+        raise RanksFailed([(rank, failure.exitcode) for rank, failure in error.failures.items()]) from None
+    except (SignalException, KeyboardInterrupt) as error:
+        raise Interrupted(str(error)) from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        shutil.rmtree(agent_logs, ignore_errors=True)

@@ -1,0 +1,33 @@
+"""What the forkserver imports before it forks the first rank: everything a run imports, the lazy parts too.
+
+A name that a torch version does not have is left out: preloading is speed, never correctness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+MODULES = (
+    "distbench.launching.worker",
+    "distbench.experiment",
+    "distbench.strategies.ddp",
+    "distbench.strategies.fsdp",
+    "distbench.strategies.fsdp2",
+    "distbench.data.synthetic",
+    "distbench.data.text",
+    "distbench.report.tensorboard",
+    "rich.console",
+    "rich.progress",
+    # Imported lazily by DDP's and FSDP's constructors and first steps: 822 modules, more than a second a rank.
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.tensor",
+    "safetensors.torch",
+)
+
+for _name in MODULES:
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(_name)

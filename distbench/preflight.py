@@ -1,0 +1,145 @@
+"""Checks that need torch or the model, still in the parent and before any rank starts."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from distbench.config import (
+    Config,
+    CustomModel,
+    Precision,
+    not_applicable,
+    resolve_device,
+    threads_per_rank,
+    world_size,
+)
+from distbench.data.batches import build_source
+from distbench.errors import ConfigError, UserModelError
+from distbench.models.build import block_classes, build_model
+from distbench.precision import DTYPES
+from distbench.wrapping import unit_names
+
+SLOW_HOURS = 0.25
+"""A CPU run in a low precision that is estimated above this many hours is announced."""
+
+
+def preflight(config: Config) -> tuple[Config, list[str]]:
+    """The config as it will be run (a precision may have fallen back), and notes for the record and the user.
+
+    Raises ConfigError for what only the built model, the data or the device can tell.
+    """
+    config, notes = _supported_precision(config)
+    build_source(config.data, config.seed)
+    model = _meta_model(config)
+    if model is not None:
+        notes += _check_units(config, model)
+        notes += _slow_low_precision(config, model)
+    return config, notes
+
+
+def _supported_precision(config: Config) -> tuple[Config, list[str]]:
+    """bf16 on CUDA hardware without it is refused with the remedy, or falls back where the user said so."""
+    precision = config.precision
+    if precision.compute_dtype != "bf16" or resolve_device(config) != "cuda":
+        return config, []
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return config, []
+    name = torch.cuda.get_device_name(0)
+    if precision.fallback is None:
+        raise ConfigError(
+            f"precision={precision.name} needs bf16, which {name} does not have; use precision=fp16, or "
+            "precision.fallback=fp16 to fall back and record it"
+        )
+    return replace(config, precision=preset(precision.fallback)), [
+        f"precision={precision.name} fell back to {precision.fallback}: {name} has no bf16"
+    ]
+
+
+def preset(name: str) -> Precision:
+    """The precision that `conf/precision/<name>.yaml` describes."""
+    import yaml
+
+    from distbench.hydra_edge import conf_dir
+
+    tree = yaml.safe_load((conf_dir() / "precision" / f"{name}.yaml").read_text())
+    tree.pop("defaults")
+    return Precision(**{**tree, "scaler": type(Precision().scaler)(**tree["scaler"])})
+
+
+def _meta_model(config: Config) -> nn.Module | None:
+    """The model without storage. None where a user's factory cannot run on the meta device; the ranks then check."""
+    if not isinstance(config.model, CustomModel):
+        with torch.device("meta"):
+            return build_model(config.model, config.seed.model)
+    with torch.device("meta"):
+        try:
+            return build_model(config.model, config.seed.model)
+        except UserModelError:
+            raise
+        except Exception:
+            # Factories that load files or compute with their weights need real storage; the ranks build it for real
+            # and report what is wrong with it, if anything is.
+            return None
+
+
+def _check_units(config: Config, model: nn.Module) -> list[str]:
+    if "wrap_policy" in not_applicable(config):
+        return []
+    names = unit_names(config.wrap_policy, model, block_classes(config.model, model))
+    if not names and config.wrap_policy.name == "size":
+        return [
+            f"wrap_policy=size: no module holds {config.wrap_policy.min_num_params:,} parameters, so the whole model "
+            f"({sum(p.numel() for p in model.parameters()):,}) is one unit; "
+            "lower wrap_policy.min_num_params to split it"
+        ]
+    return []
+
+
+def _slow_low_precision(config: Config, model: nn.Module) -> list[str]:
+    """Low-precision matrix products are emulated on many CPUs (fp16 on most, bf16 without AVX-512 BF16 or AMX), up to
+    hundreds of times slower than fp32: say how long the run will take.
+
+    6 FLOPs per parameter and position (Kaplan et al., arXiv:2001.08361), at the rate of small products measured here.
+    """
+    precision = config.precision
+    if precision.compute_dtype not in ("fp16", "bf16") or resolve_device(config) != "cpu":
+        return []
+    shape = config.data.input_shape if config.data.name == "synthetic" else [config.data.seq_len]
+    positions = config.global_batch * (shape[0] if shape else 1) * config.steps
+    flops = 6.0 * sum(p.numel() for p in model.parameters()) * positions
+    cores = min(len(os.sched_getaffinity(0)), world_size(config) * threads_per_rank(config, world_size(config)))
+    if flops / (SLOWEST_EMULATION * cores) / 3600 < SLOW_HOURS:
+        return []
+    hours = flops / (_flops_per_second(DTYPES[precision.compute_dtype]) * cores) / 3600
+    if hours < SLOW_HOURS:
+        return []
+    return [
+        f"{precision.compute_dtype} is emulated on this CPU: about {hours:.1f} hours for this run (estimated from "
+        "small matrix products); use a smaller model, batch or number of steps, or a precision that is fast here"
+    ]
+
+
+SLOWEST_EMULATION = 1e8
+"""FLOP/s of one core below which no emulation was seen: runs short even at this rate need no measurement."""
+
+
+def _flops_per_second(dtype: torch.dtype, size: int = 128) -> float:
+    """One core's rate over the three products of a linear layer's step: forward, gradient of input and of weight."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        a = torch.ones(size, size, dtype=dtype)
+        products = (lambda: a @ a.t(), lambda: a @ a, lambda: a.t() @ a)
+        for product in products:
+            product()
+        start = time.perf_counter()
+        for product in products:
+            product()
+        return 3 * 2.0 * size**3 / (time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(threads)

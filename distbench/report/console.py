@@ -1,0 +1,117 @@
+"""What the console says: one run's summary, a failure's one block, a sweep's table."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from distbench.errors import RunFolderError
+from distbench.runs.folder import Status, read_record
+from distbench.sweep import read_duplicate
+
+
+def relative(path: Path) -> str:
+    """A path as short as it can be typed from here."""
+    short = os.path.relpath(path)
+    return short if not short.startswith("..") else str(path.resolve())
+
+
+def print_run(path: Path) -> None:
+    """The summary of one finished run."""
+    record = read_record(path)
+    result = record["result"]
+    speed = result["tokens_per_second_median"]
+    step = result["step_seconds_median"]
+    print(
+        f"    {record['status']}: loss {result['first_loss']:.6g} -> {result['last_loss']:.6g} in {result['steps']} steps"
+        + ("" if step is None else f", {step * 1e3:.1f} ms a step, {speed:,.0f} tokens/s")
+        + f", batch {record['batch']['text']}",
+        flush=True,
+    )
+    print(f"    run folder {relative(path)}", flush=True)
+
+
+def print_failure(path: Path, failure: dict[str, Any] | None, ranks: list[tuple[int, int]]) -> None:
+    """The first failure, whole; the ranks it took with it, by number only."""
+    if failure is None:
+        rank, code = ranks[0] if ranks else (0, 1)
+        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+        print(
+            f"distbench: rank {rank} died ({cause}); its log: {relative(path / 'logs' / f'rank{rank}.log')}", flush=True
+        )
+        return
+    if failure["user_error"]:
+        print(f"distbench: {failure['message']}", flush=True)
+        return
+    others = [str(rank) for rank, _ in ranks if rank != failure["rank"]]
+    print(f"rank {failure['rank']} on {failure['host']} failed:\n{failure['traceback'].rstrip()}", flush=True)
+    if others:
+        print(f"ranks ended with it: {', '.join(others)}", flush=True)
+    print(f"logs: {relative(path / 'logs')}", flush=True)
+
+
+def sweep_rows(sweep: Path) -> list[dict[str, Any]]:
+    """One row per cell, in cell order: passed, failed, or a duplicate of another."""
+    rows: list[dict[str, Any]] = []
+    for folder in sorted(p for p in sweep.iterdir() if p.is_dir() and not p.name.startswith(".")):
+        if twin := read_duplicate(folder):
+            rows.append({"cell": folder.name, "status": f"same as {twin.split('_')[0]}"})
+            continue
+        try:
+            record = read_record(folder)
+        except RunFolderError:
+            rows.append({"cell": folder.name, "status": "refused"})
+            continue
+        rows.append({"cell": folder.name, "record": record, "status": record["status"]})
+    return rows
+
+
+def print_sweep(sweep: Path) -> None:
+    """The table at a sweep's end, and where everything is."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE, title=None, show_edge=False)
+    for heading in ("cell", "strategy", "precision", "wrap", "prefetch", "ranks"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("first loss", "last loss", "first grad norm", "ms/step", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    rows = sweep_rows(sweep)
+    for row in rows:
+        cell = row["cell"].split("_")[0]
+        if "record" not in row:
+            table.add_row(cell, *[""] * 10, row["status"])
+            continue
+        record = row["record"]
+        config, unused, result = record["config"], record["not_applicable"], record.get("result", {})
+        table.add_row(
+            cell,
+            config["strategy"]["name"],
+            config["precision"]["name"],
+            "n/a" if "wrap_policy" in unused else config["wrap_policy"]["name"],
+            "n/a" if "prefetch" in unused else config["prefetch"]["backward"],
+            str(record["batch"]["world_size"]),
+            _number(result.get("first_loss"), "{:.7g}"),
+            _number(result.get("last_loss"), "{:.7g}"),
+            _number(result.get("first_grad_norm"), "{:.7g}"),
+            _number(result.get("step_seconds_median"), "{:.1f}", 1e3),
+            _number(result.get("tokens_per_second_median"), "{:,.0f}"),
+            row["status"],
+        )
+    console = Console(width=None if os.isatty(1) else 140, soft_wrap=True)
+    console.print()
+    console.print(table)
+    passed = sum(row["status"] == Status.passed.value for row in rows)
+    print(f"\n{passed} of {len(rows)} cells passed")
+    print(f"runs         {relative(sweep)}")
+    print(f"logs         {relative(sweep)}/*/logs/rank*.log")
+    print(f"TensorBoard  tensorboard --logdir {relative(sweep.parent)}", flush=True)
+
+
+def _number(value: Any, form: str, factor: float = 1.0) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else form.format(value * factor)

@@ -1,0 +1,87 @@
+"""TensorBoard: scalars on charts that all runs share, one hparams row and one text page a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torch.utils.tensorboard import SummaryWriter
+
+from distbench.runs.folder import RunFolder
+from distbench.trainer import StepMetrics, Trainer
+
+
+class TensorBoardLog:
+    """Rank 0's event file. Tags are the metrics' names under the group they belong to."""
+
+    def __init__(self, folder: RunFolder, histograms: bool) -> None:
+        self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
+        self._histograms = histograms
+
+    def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
+        scalars = {
+            "train/loss": metrics.loss,
+            "train/grad_norm": metrics.grad_norm,
+            "train/grad_norm_clipped": metrics.grad_norm_clipped,
+            "train/lr": metrics.lr,
+            "time/step_seconds": metrics.step_seconds,
+            "time/data_seconds": metrics.data_seconds,
+            "time/tokens_per_second": metrics.tokens / metrics.step_seconds,
+        }
+        if trainer.scaler.enabled:
+            scalars["train/scale"] = metrics.scale
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, metrics.step)
+        if self._histograms:
+            for name, parameter in trainer.module.named_parameters():
+                canonical = trainer.strategy.canonical_name(name)
+                local = trainer.strategy.local(parameter.detach())
+                if local.numel():
+                    # Rank 0's own shard: gathering the model every step would not be a side concern.
+                    self._writer.add_histogram(f"weights_rank0/{canonical}", local.float(), metrics.step)
+
+    def close(self, record: dict[str, Any]) -> None:
+        """Write the pages that need the finished record, and flush."""
+        self._writer.add_text("run", _page(record), 0)
+        result = record["result"]
+        metrics = {f"hparam/{name}": value for name, value in result.items() if isinstance(value, int | float)}
+        # run_name "." keeps the row in this run instead of making a sub-run of its own.
+        self._writer.add_hparams(hparams(record), metrics, run_name=".")
+        self._writer.close()
+
+
+def hparams(record: dict[str, Any]) -> dict[str, str | int | float]:
+    """The choices a sweep varies, as the hparams plugin takes them: booleans and lists as strings."""
+    config, unused = record["config"], record["not_applicable"]
+    chosen: dict[str, Any] = {
+        "strategy": config["strategy"]["name"],
+        "precision": config["precision"]["name"],
+        "wrap_policy": "n/a" if "wrap_policy" in unused else config["wrap_policy"]["name"],
+        "prefetch": "n/a" if "prefetch" in unused else config["prefetch"]["backward"],
+        "model": config["model"]["name"],
+        "world_size": record["batch"]["world_size"],
+        "global_batch": config["global_batch"],
+        "accumulation": config["accumulation"],
+        "optimizer": config["optimizer"]["name"],
+        "lr": config["optimizer"]["lr"],
+    }
+    for key, value in config["strategy"].items():
+        if key != "name":
+            chosen[f"strategy.{key}"] = str(value)
+    return chosen
+
+
+def _page(record: dict[str, Any]) -> str:
+    """Markdown: verdict first, then what was run."""
+    config = json.dumps(record["config"], indent=2)
+    fence = "    " + config.replace("\n", "\n    ")
+    return "\n\n".join(
+        [
+            f"**status** {record['status']}",
+            f"**command** `{record['run']['command']}`",
+            f"**batch** {record['batch']['text']} (micro-batch x accumulation x ranks = global batch)",
+            f"**dtypes** {json.dumps(record['dtypes'])}",
+            "**config**",
+            fence,
+        ]
+    )

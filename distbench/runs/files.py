@@ -1,0 +1,43 @@
+"""Writing files so that a reader, or a crash, never sees half of one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Write `content` to a temporary neighbour, flush it to disk, and rename it over `path`."""
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes files private to the user; a run folder is read by whoever may read its parent.
+        Path(temporary).chmod(0o644)
+        os.replace(temporary, path)  # noqa: PTH105
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, tree: Any) -> None:
+    """Write strict JSON: a non-finite number becomes the string that names it, since JSON has none."""
+    write_atomic(path, json.dumps(strict(tree), indent=2, allow_nan=False) + "\n")
+
+
+def strict(value: Any) -> Any:
+    """`value` with every non-finite float replaced by "nan", "inf" or "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(v) for v in value]
+    return value

@@ -1,0 +1,70 @@
+"""Everything rank 0 writes while a run goes on, as one object."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, TextIO
+
+from distbench.config import Config
+from distbench.report.tensorboard import TensorBoardLog
+from distbench.runs.folder import RunFolder
+from distbench.runs.observers import MetricLog, Progress
+from distbench.trainer import Observer, StepMetrics, Trainer
+
+
+class StepSummary:
+    """The result section's numbers, from every step but the first (which pays for lazy set-up)."""
+
+    def __init__(self) -> None:
+        self.first: StepMetrics | None = None
+        self.last: StepMetrics | None = None
+        self.seconds: list[float] = []
+        self.skipped = 0
+
+    def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
+        if self.first is None:
+            self.first = metrics
+        else:
+            self.seconds.append(metrics.step_seconds)
+        self.last = metrics
+        self.skipped += metrics.skipped
+
+    def result(self) -> dict[str, Any]:
+        assert self.first is not None and self.last is not None
+        median = statistics.median(self.seconds) if self.seconds else None
+        return {
+            "steps": self.last.step,
+            "first_loss": self.first.loss,
+            "last_loss": self.last.loss,
+            "first_grad_norm": self.first.grad_norm,
+            "last_grad_norm": self.last.grad_norm,
+            "skipped_steps": self.skipped,
+            "step_seconds_median": median,
+            "tokens_per_second_median": None if median is None else self.last.tokens / median,
+            "reason": "a single step is all warm-up: no step time" if median is None else None,
+        }
+
+
+class RunLog:
+    """Rank 0's observers, and the record's last sections."""
+
+    def __init__(self, config: Config, folder: RunFolder, console: TextIO) -> None:
+        self._folder = folder
+        self._metrics = MetricLog(folder)
+        self._tensorboard = TensorBoardLog(folder, config.logging.histograms)
+        self.steps = StepSummary()
+        self.observers: list[Observer] = [self._metrics, self._tensorboard, self.steps]
+        self._progress = None
+        if config.logging.progress and console.isatty():
+            label = f"{config.strategy.name} {config.precision.name}"
+            self._progress = Progress(config.steps, label, console)
+            self.observers.append(self._progress)
+
+    def finish(self, **sections: Any) -> None:
+        """Close the logs, then write the record: a record that says passed has complete logs beside it."""
+        if self._progress:
+            self._progress.close()
+        self._metrics.close()
+        preview = self._folder.preview_record(**sections)
+        self._tensorboard.close(preview)
+        self._folder.update_record(**sections)

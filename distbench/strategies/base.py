@@ -1,0 +1,75 @@
+"""What a strategy owes the trainer. A new one is one file here and one YAML in `conf/strategy/`."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from distbench.config import Prefetch
+from distbench.launching.world import World
+from distbench.precision import CastParameters, PrecisionPolicy
+
+CAST_PREFIX = "_cast_module."
+
+
+class Strategy(ABC):
+    """One way to spread a model over ranks."""
+
+    needs_group: ClassVar[bool] = True
+    """Whether it needs a process group even with one rank."""
+
+    def __init__(self, options: Any, prefetch: Prefetch, world: World) -> None:
+        self.options, self.prefetch, self.world = options, prefetch, world
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
+        """Wrap a prepared model (on its device, in master dtype). `units`: names of the modules to wrap, inner first."""
+
+    def backward_sync(self, module: nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        """Around one micro-batch's forward *and* backward; `sync` False leaves gradients unreduced."""
+        return nullcontext()
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks hold the same gradient shard: world size over the number of shards."""
+        return self.world.size
+
+    def gradients(self, module: nn.Module) -> list[Tensor]:
+        """This rank's reduced gradients, as plain local tensors that share memory with what the optimizer reads."""
+        return [self.local(p.grad) for p in module.parameters() if p.grad is not None]
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter or gradient as a plain tensor, sharing its memory."""
+        return tensor
+
+    def reduce_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """Read back from the wrapper: what gradients cross the network in. None where nothing crosses it."""
+        return None
+
+    def canonical_name(self, name: str) -> str:
+        """The plain model's name of a wrapped module's parameter."""
+        return name.replace(CAST_PREFIX, "")
+
+    def full_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """The plain model's whole state dict, on CPU, on rank 0 (empty elsewhere). A collective."""
+        # On CPU every rank gathers the model: offloading what is on CPU already made FSDP1 read freed memory and crash
+        # (torch 2.13, Gloo, StateDictOptions(cpu_offload=True)).
+        options = StateDictOptions(full_state_dict=True, cpu_offload=self.world.device.type != "cpu")
+        state = get_model_state_dict(module, options=options)
+        if self.world.rank != 0:
+            return {}
+        return {self.canonical_name(name): value for name, value in state.items()}
+
+    def facts(self, module: nn.Module) -> dict[str, Any]:
+        """What the record should say that was read from the built wrapper."""
+        return {}
+
+
+def inner_module(module: nn.Module) -> nn.Module:
+    """The user's module under `CastParameters`."""
+    return module._cast_module if isinstance(module, CastParameters) else module

@@ -1,0 +1,83 @@
+"""DistributedDataParallel: every rank holds the whole model; gradients are averaged in buckets."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distbench.config import DDPStrategy
+from distbench.precision import PrecisionPolicy
+from distbench.strategies.base import Strategy
+
+
+class DDP(Strategy):
+    options: DDPStrategy
+
+    def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
+        options = self.options
+        cuda = self.world.device.type == "cuda"
+        module = DistributedDataParallel(
+            policy.cast(model),
+            device_ids=[self.world.device.index] if cuda else None,
+            bucket_cap_mb=options.bucket_cap_mb,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            find_unused_parameters=options.find_unused_parameters,
+            broadcast_buffers=options.broadcast_buffers,
+        )
+        self._reduce_dtype = policy.param_dtype
+        if policy.reduce_dtype != policy.param_dtype:
+            module.register_comm_hook(ReduceIn(policy.reduce_dtype, self.world.size), reduce_in_dtype)
+            self._reduce_dtype = policy.reduce_dtype
+        return module
+
+    def backward_sync(self, module: nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        assert isinstance(module, DistributedDataParallel)
+        return nullcontext() if sync else module.no_sync()
+
+    def reduce_dtype(self, module: nn.Module) -> torch.dtype:
+        return self._reduce_dtype
+
+    def canonical_name(self, name: str) -> str:
+        return super().canonical_name(name.removeprefix("module."))
+
+
+class ReduceIn:
+    """State of the communication hook: the dtype to reduce in, and where FSDP would divide for it."""
+
+    def __init__(self, dtype: torch.dtype, world_size: int) -> None:
+        self.dtype = dtype
+        # fp16 overflows where it is summed before it is divided, and underflows the other way round: FSDP divides by
+        # about sqrt(N) on each side. Everything else is divided after the sum.
+        self.before = 1
+        if dtype is torch.float16:
+            while world_size % self.before == 0 and world_size / self.before > self.before:
+                self.before *= 2
+        self.after = world_size / self.before
+
+
+def reduce_in_dtype(state: ReduceIn, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average a bucket in a dtype of its own, as FSDP's MixedPrecision(reduce_dtype) does.
+
+    It waits for its own work instead of chaining a callback on the collective's future: with torch 2.13 on Gloo such
+    callbacks sometimes still ran while the process exited, and aborted it. The price is that on CPU this bucket's
+    communication hides behind nothing; on CUDA `wait` only orders streams.
+    """
+    buffer = bucket.buffer()
+    reduced = buffer.to(state.dtype)
+    if state.before != 1:
+        reduced.div_(state.before)
+    work = dist.all_reduce(reduced, async_op=True)
+    assert work is not None
+    work.wait()
+    if state.after != 1:
+        reduced.div_(state.after)
+    buffer.copy_(reduced)
+    future: torch.futures.Future[Tensor] = torch.futures.Future(
+        devices=[buffer.device] if buffer.device.type == "cuda" else None
+    )
+    future.set_result(buffer)
+    return future

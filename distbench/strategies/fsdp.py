@@ -1,0 +1,75 @@
+"""FullyShardedDataParallel (FSDP1): flat parameters, sharded per unit."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from distbench.config import BackwardPrefetch, FSDPStrategy, ShardingStrategy
+from distbench.precision import PrecisionPolicy
+from distbench.strategies import torch_fsdp1
+from distbench.strategies.base import Strategy
+
+PREFETCH = {
+    BackwardPrefetch.pre: torch_fsdp.BackwardPrefetch.BACKWARD_PRE,
+    BackwardPrefetch.post: torch_fsdp.BackwardPrefetch.BACKWARD_POST,
+    BackwardPrefetch.none: None,
+}
+
+
+class FSDP(Strategy):
+    options: FSDPStrategy
+
+    def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
+        options = self.options
+        wrapped = {id(model.get_submodule(name)) for name in units}
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=torch_fsdp.ShardingStrategy[options.sharding_strategy.name],
+            auto_wrap_policy=CustomPolicy(lambda module: id(module) in wrapped),
+            backward_prefetch=PREFETCH[self.prefetch.backward],
+            mixed_precision=_mixed_precision(policy),
+            device_id=self.world.device,
+            sync_module_states=options.sync_module_states,
+            forward_prefetch=options.forward_prefetch,
+            limit_all_gathers=options.limit_all_gathers,
+            use_orig_params=options.use_orig_params,
+        )
+
+    def backward_sync(self, module: nn.Module, sync: bool) -> AbstractContextManager[Any]:
+        assert isinstance(module, FullyShardedDataParallel)
+        return nullcontext() if sync else module.no_sync()
+
+    @property
+    def num_replicas(self) -> int:
+        return self.world.size if self.options.sharding_strategy is ShardingStrategy.NO_SHARD else 1
+
+    def reduce_dtype(self, module: nn.Module) -> torch.dtype:
+        return torch_fsdp1.reduce_dtype(module)
+
+    def canonical_name(self, name: str) -> str:
+        return super().canonical_name(name.replace("_fsdp_wrapped_module.", ""))
+
+    def facts(self, module: nn.Module) -> dict[str, Any]:
+        return {"flat_parameters": torch_fsdp1.flat_parameters(module)}
+
+
+def _mixed_precision(policy: PrecisionPolicy) -> torch_fsdp.MixedPrecision | None:
+    """Parameters and reduction only: inputs, outputs and buffers are the policy's, for every strategy alike."""
+    if not policy.casts_parameters and policy.reduce_dtype == policy.param_dtype:
+        return None
+    return torch_fsdp.MixedPrecision(
+        param_dtype=policy.compute_dtype if policy.casts_parameters else policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        buffer_dtype=None,
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+        # By default FSDP1 would keep batch norm in fp32, and no other strategy does.
+        _module_classes_to_ignore=(),
+    )

@@ -1,0 +1,134 @@
+"""One Hydra job is one cell: validated before anything starts, run once, and a row of the table at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
+
+from distbench.config import Config, digest, effective, from_container, validate
+from distbench.errors import ConfigError, DistbenchError, ExitCode
+from distbench.runs.files import write_json
+from distbench.runs.folder import RunFolder, Status
+
+_exit_codes: list[int] = []
+
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+
+
+def exit_code() -> int:
+    """Of everything run so far in this process: the first failure's exit code, else 0."""
+    return next((code for code in _exit_codes if code), ExitCode.OK)
+
+
+def run_cell(cfg: DictConfig) -> dict[str, Any]:
+    """Hydra's task function: run one composed configuration.
+
+    Returns a small status object and never raises for a failed run, so that a sweep goes on with its next cell.
+    """
+    from distbench.experiment import run
+
+    hydra = HydraConfig.get()
+    path = Path(hydra.runtime.output_dir)
+    try:
+        config = typed(cfg)
+        validate(config)
+        if hydra.mode is RunMode.MULTIRUN and (twin := _claim(Path(hydra.sweep.dir), config, path)):
+            write_json(path / "duplicate_of.json", {"duplicate_of": twin})
+            print(f"    the same effective experiment as {twin}: not run again", flush=True)
+            return {"status": "duplicate", "duplicate_of": twin}
+        outcome = run(config, RunFolder.create(path))
+    except DistbenchError as error:
+        print(f"distbench: {error}", file=sys.stderr, flush=True)
+        _exit_codes.append(error.exit_code)
+        return {"status": "refused", "reason": str(error)}
+    _exit_codes.append(outcome.exit_code)
+    if outcome.status is Status.interrupted:
+        raise KeyboardInterrupt  # the user stopped the sweep, not this cell
+    return {"status": outcome.status.value, "folder": str(path)}
+
+
+def typed(cfg: DictConfig) -> Config:
+    """The typed config of a composed tree; Hydra's own part is left out."""
+    own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    container = OmegaConf.to_container(own, resolve=True, enum_to_str=True)
+    assert isinstance(container, dict)
+    return from_container({str(key): value for key, value in container.items()})
+
+
+def _claim(sweep_dir: Path, config: Config, folder: Path) -> str | None:
+    """The name of the cell that already runs this effective experiment; else claim it for `folder`.
+
+    Exclusive creation, so that cells of one sweep may run in different processes or on different hosts.
+    """
+    claims = sweep_dir / ".experiments"
+    claims.mkdir(exist_ok=True)
+    claim = claims / digest(effective(config))
+    try:
+        handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return claim.read_text() or "an earlier cell"
+    with os.fdopen(handle, "w") as file:
+        file.write(folder.name)
+    return None
+
+
+def read_duplicate(folder: Path) -> str | None:
+    """The twin that a cell's folder names instead of holding a run of its own, if it does."""
+    try:
+        return str(json.loads((folder / "duplicate_of.json").read_text())["duplicate_of"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class SweepCallback(Callback):
+    """Refuses an impossible run, or a sweep with an impossible cell, before a folder is made or a process started;
+    prints the table at a sweep's end.
+
+    Hydra turns exceptions of a callback into warnings, so a refusal here is printed and leaves through SystemExit.
+    """
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _refuse(config, where="")
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        if config.hydra.sweeper._target_ != BASIC_SWEEPER:
+            return  # other sweepers choose their cells as they go; each is validated when it starts
+        loader = GlobalHydra.instance().config_loader()
+        params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+        overrides = OverridesParser.create(loader).parse_overrides([*params, *config.hydra.overrides.task])
+        (cells,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+        for cell in cells:
+            _refuse(loader.load_sweep_config(config, list(cell)), where=f"in {' '.join(cell)}: ")
+        print(f"sweep of {len(cells)} cells in {config.hydra.sweep.dir}", flush=True)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if config.hydra.mode is RunMode.MULTIRUN:
+            print(f"[{config.hydra.job.num}] {config.hydra.job.override_dirname.replace(',', ' ')}", flush=True)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        from distbench.report.console import print_sweep
+
+        print_sweep(Path(config.hydra.sweep.dir))
+
+
+def _refuse(composed: DictConfig, where: str) -> None:
+    try:
+        validate(typed(composed))
+    except InterpolationResolutionError:
+        return  # uses a value that only a started job has, such as ${hydra:runtime.output_dir}; validated then
+    except ConfigError as error:
+        print(f"distbench: {where}{error}", file=sys.stderr)
+        raise SystemExit(ExitCode.USAGE) from error
