@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distbench.config import Config, batch_shape, not_applicable, threads_per_rank
+from distbench.config import Config, batch_shape, not_applicable
 from distbench.data.batches import SampleAddressedBatches, build_source
 from distbench.errors import NonDeterministicStart
 from distbench.launching.world import World
@@ -23,9 +23,9 @@ from distbench.trainer import Trainer
 from distbench.wrapping import describe_units, unit_names, unit_rows
 
 
-def set_determinism(config: Config, world: World) -> None:
+def set_determinism(config: Config, threads: int) -> None:
     """Threads, seeds and kernels that make a run repeatable bit for bit on the same machine."""
-    torch.set_num_threads(threads_per_rank(config, world.local_size))
+    torch.set_num_threads(threads)
     torch.manual_seed(config.seed.model)
     if config.deterministic:
         # warn_only: an operation without a deterministic kernel is the user's to know about, not to be stopped by.
@@ -55,7 +55,8 @@ def build_trainer(config: Config, world: World) -> tuple[Trainer, dict[str, Any]
     rows = unit_rows(describe_units(model, units)) if shards else []
 
     module = strategy.wrap(model, policy, units)
-    optimizer = build_optimizer(config.optimizer, module, strategy, dims)
+    named = [(strategy.canonical_name(name), parameter) for name, parameter in module.named_parameters()]
+    optimizer = build_optimizer(config.optimizer, named, dims)
     trainer = Trainer(
         module=module,
         strategy=strategy,
@@ -70,6 +71,7 @@ def build_trainer(config: Config, world: World) -> tuple[Trainer, dict[str, Any]
         world=world,
         clip_norm=config.clip_norm,
         sync_each_micro_batch=config.accumulation_sync,
+        seed=config.seed.model,
     )
     facts = {"model": plain, "initial_weights": start, "units": rows, "wrapper": strategy.facts(module)}
     return trainer, facts

@@ -265,6 +265,41 @@ class Checkpoint:
 
 
 @dataclass
+class Gate:
+    """The numerics gate (docs/gate.md)."""
+
+    name: str = "default"
+    enabled: bool = True
+    steps: int = 3
+    """Optimizer steps held against the baseline."""
+    fp64_reference: bool = True
+    """Also compute the first step in fp64, to say what the precision costs."""
+    tolerance: float | None = None
+    """A relative L2 error of your own per parameter, instead of the proven bound; labelled so everywhere."""
+    noise: bool = True
+    """Allow the measured noise floor where local arithmetic legitimately differs from the replay's (CUDA)."""
+    kappa: float = 4.0
+    """How many noise floors are allowed."""
+    locate: bool = True
+    """On failure, find the first disagreeing module and name the cause."""
+    keep_gradients: bool = False
+    """Keep the gate steps' whole gradients as safetensors beside their summaries."""
+    max_replay: int = 64
+    """Replay at most so many ranks."""
+    cache_gib: float = 10.0
+    """Keep at most so much of `<output_dir>/.baselines`."""
+
+
+@dataclass
+class Fault:
+    """A deliberate bug, for the self-test: `_target_` is a `distbench.numerics.faults.Fault` class; null: none."""
+
+    _target_: str | None = None
+    name: str = "none"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class LocalLaunch:
     """This command starts its own ranks."""
 
@@ -311,6 +346,8 @@ class Config:
     loss: Loss = field(default_factory=Loss)
     optimizer: Any = MISSING
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    gate: Gate = field(default_factory=Gate)
+    fault: Fault = field(default_factory=Fault)
     launch: Any = MISSING
     logging: Logging = field(default_factory=Logging)
     seed: Seeds = field(default_factory=Seeds)
@@ -345,6 +382,8 @@ MONOMORPHIC: dict[str, type] = {
     "prefetch": Prefetch,
     "loss": Loss,
     "checkpoint": Checkpoint,
+    "gate": Gate,
+    "fault": Fault,
 }
 """Groups whose options are presets of one dataclass."""
 
@@ -540,6 +579,25 @@ def validate(config: Config) -> None:
     _validate_data(config)
     _validate_wrapping(config)
     _validate_world(config)
+    _validate_gate(config)
+
+
+def _validate_gate(config: Config) -> None:
+    gate = config.gate
+    if not gate.enabled:
+        return
+    _positive("gate.steps", gate.steps)
+    if gate.steps > config.steps:
+        raise ConfigError(f"gate.steps={gate.steps} is more than steps={config.steps}; use gate.steps={config.steps}")
+    if gate.tolerance is not None and not gate.tolerance > 0:
+        raise ConfigError(f"gate.tolerance={gate.tolerance} must be positive; null uses the proven bound")
+    if not gate.kappa > 0:
+        raise ConfigError(f"gate.kappa={gate.kappa} must be positive")
+    if world_size(config) > gate.max_replay:
+        raise ConfigError(
+            f"{world_size(config)} ranks are more than gate.max_replay={gate.max_replay}, and replaying N ranks costs N "
+            "steps; raise gate.max_replay, or gate a smaller world first and use gate=off here"
+        )
 
 
 def _positive(name: str, value: float, minimum: float = 1) -> None:

@@ -60,3 +60,11 @@ class TensorFileError(DistbenchError):
     """A tensor file, or a folder or index of them, is missing, damaged, truncated, or not what it should be."""
 
     exit_code = ExitCode.USAGE
+
+
+class BaselineError(DistbenchError):
+    """A baseline cannot be computed, or a cached one is damaged."""
+
+
+class StaleBaseline(BaselineError):
+    """A cached baseline was made from other weights or samples than this run has; it must be rebuilt."""

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from distbench import config as configuration
 from distbench.config import Config, batch_shape, joined_world, not_applicable, to_container, world_size
 from distbench.errors import ExitCode
 from distbench.runs.environment import environment, launch_command
+from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status, now, read_record
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from torch import nn
+
+    from distbench.numerics.cache import BaselineEntry
+
+EXIT_CODES = {
+    Status.passed: ExitCode.OK,
+    Status.gate_failed: ExitCode.GATE,
+    Status.interrupted: ExitCode.INTERRUPTED,
+}
+"""Every other status ends with ExitCode.CRASHED."""
 
 
 @dataclass(frozen=True)
@@ -30,38 +42,44 @@ class Outcome:
 
 
 def run(config: Config, folder: RunFolder) -> Outcome:
-    """Run one validated config in a fresh folder: freeze, launch ranks, and say what became of it."""
-    from distbench.launching import local
+    """Run one validated config in a fresh folder: baseline, ranks, and what became of it."""
+    from distbench.launching import joined, local
     from distbench.preflight import preflight
     from distbench.report.console import print_run
 
-    joined = joined_world() is not None
-    if not joined:
+    if joined_world() is None:
         local.check_port(config)
-        local.warm_up()
-    config, warnings = preflight(config)
+    local.warm_up()
+    config, model, notes = preflight(config)
     folder.write_resolved(to_container(config))
-    folder.update_record(**first_sections(config, folder, warnings))
-    for warning in warnings:
-        print(f"    note: {warning}", flush=True)
+    folder.update_record(**first_sections(config, folder, notes))
+    for note in notes:
+        print(f"    note: {note}", flush=True)
 
-    if joined:
-        from distbench.launching.joined import lead
-
-        exit_code = lead(config, folder)
-        return Outcome(Status(read_record(folder.path)["status"]), exit_code)
     try:
-        local.start_ranks(config, to_container(config), folder, world_size(config))
+        baseline = ready_baseline(config, model, folder)
+        if joined_world() is not None:
+            joined.lead(config, folder, baseline)
+        else:
+            try:
+                local.start_ranks(config, folder, baseline)
+            except local.RanksFailed:
+                if not discard_stale(folder, baseline):
+                    raise
+                local.start_ranks(config, folder, ready_baseline(config, model, folder))
     except local.RanksFailed as failed:
-        return _failed(folder, failed.ranks)
+        return report_failure(folder, failed.ranks)
     except local.Interrupted:
         folder.update_record(status=Status.interrupted.value, reason="stopped by the user", finished=now())
         return Outcome(Status.interrupted, ExitCode.INTERRUPTED)
-    print_run(folder.path)
-    return Outcome(Status.passed, ExitCode.OK)
+
+    status = Status(read_record(folder.path)["status"])
+    if status in EXIT_CODES:
+        print_run(folder.path)
+    return Outcome(status, EXIT_CODES.get(status, ExitCode.CRASHED))
 
 
-def first_sections(config: Config, folder: RunFolder, warnings: list[str]) -> dict[str, Any]:
+def first_sections(config: Config, folder: RunFolder, notes: list[str]) -> dict[str, Any]:
     """The record before any rank exists."""
     shape = batch_shape(config)
     return {
@@ -76,11 +94,38 @@ def first_sections(config: Config, folder: RunFolder, warnings: list[str]) -> di
         "environment": environment(),
         "batch": {**shape.to_dict(), "text": str(shape)},
         "seeds": asdict(config.seed),
-        "warnings": warnings,
+        "warnings": notes,
     }
 
 
-def _failed(folder: RunFolder, ranks: list[tuple[int, int]]) -> Outcome:
+def ready_baseline(config: Config, model: nn.Module | None, folder: RunFolder) -> BaselineEntry | None:
+    """The run's baseline, from the cache or computed now; None where the gate is off."""
+    from distbench.numerics.cache import ensure_baseline
+
+    if not config.gate.enabled:
+        return None
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if joined_world() is not None else world_size(config)
+    entry = ensure_baseline(config, model, folder, local_size)
+    print(f"    baseline {Path(entry.path).name} {'reused' if entry.reused else 'computed'}", flush=True)
+    return entry
+
+
+def discard_stale(folder: RunFolder, baseline: BaselineEntry | None) -> bool:
+    """Whether the ranks ended because a cached baseline was made from other weights; then it is gone now."""
+    from distbench.errors import StaleBaseline
+    from distbench.launching.failure import clear_failures, first_failure
+    from distbench.numerics.cache import discard
+
+    failure = first_failure(folder)
+    if baseline is None or failure is None or failure["type"] != StaleBaseline.__name__:
+        return False
+    print(f"    {failure['message']}: computed again", flush=True)
+    discard(baseline.path)
+    clear_failures(folder)
+    return True
+
+
+def report_failure(folder: RunFolder, ranks: list[tuple[int, int]]) -> Outcome:
     """Name the first failure, in the record and on the console."""
     from distbench.launching.failure import first_failure
     from distbench.report.console import print_failure
@@ -92,15 +137,15 @@ def _failed(folder: RunFolder, ranks: list[tuple[int, int]]) -> Outcome:
 
 
 def record_failure(folder: RunFolder, failure: dict[str, Any] | None, ranks: list[tuple[int, int]]) -> Status:
-    from distbench.runs.files import write_json
-
+    """Write `logs/failure.json` and the record's status and reason."""
     if failure is None:
         reason = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ranks)
         status = Status.crashed
     else:
-        reason = f"rank {failure['rank']}: {failure['type']}: {failure['message']}"
+        where = "baseline" if failure["rank"] < 0 else f"rank {failure['rank']}"
+        reason = f"{where}: {failure['type']}: {failure['message']}"
         status = Status(failure["status"])
-    write_json(folder.logs / "failure.json", {"first": failure, "exit_codes": dict(ranks)})
+    write_json(folder.logs / "failure.json", {"first": failure, "exit_codes": {str(r): code for r, code in ranks}})
     folder.update_record(status=status.value, reason=reason, finished=now())
     return status
 
@@ -110,17 +155,24 @@ def record_failure(folder: RunFolder, failure: dict[str, Any] | None, ranks: lis
 # --------------------------------------------------------------------------------------------------------------
 
 
-def run_rank(config: Config, folder: RunFolder, console: TextIO, store: dist.Store | None = None) -> None:
+def run_rank(
+    config: Config,
+    folder: RunFolder,
+    console: TextIO,
+    baseline: BaselineEntry | None,
+    store: dist.Store | None = None,
+) -> None:
     """One rank's part of one run. Rank 0 writes the shared files."""
     from distbench.build import build_trainer, effective_dtypes, set_determinism
     from distbench.checkpoint.save import save_model
     from distbench.launching.world import World
+    from distbench.numerics.gating import pass_gate
     from distbench.runs.log import RunLog
     from distbench.strategies import strategy_class
 
     needs_group = strategy_class(config.strategy.name).needs_group
     world = World.join(configuration.resolve_device(config), config.launch.timeout_s, needs_group, store)
-    set_determinism(config, world)
+    set_determinism(config, configuration.threads_per_rank(config, world.local_size))
 
     trainer, facts = build_trainer(config, world)
     log = RunLog(config, folder, console) if world.rank == 0 else None
@@ -129,19 +181,21 @@ def run_rank(config: Config, folder: RunFolder, console: TextIO, store: dist.Sto
         trainer.observers = log.observers
 
     with effective_dtypes(trainer) as dtypes:
-        trainer.run(until=1)
-    trainer.run(until=config.steps)
-
-    state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
+        gate = pass_gate(config, baseline, trainer, folder)
     ranks = world.gather(world.describe())
+    topology = {"world_size": world.size, "backend": world.backend, "ranks": ranks}
+    if gate["passed"] is False:
+        if log:
+            log.finish(
+                status=Status.gate_failed.value, reason=gate["text"], gate=gate, topology=topology, dtypes=dtypes
+            )
+        world.leave()
+        return
+
+    trainer.run(until=config.steps)
+    state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
     if log:
-        log.finish(
-            topology={"world_size": world.size, "backend": world.backend, "ranks": ranks},
-            dtypes=dtypes,
-            checkpoint=save_model(folder, trainer.step, state) if state is not None else None,
-            result=log.steps.result(),
-            status=Status.passed.value,
-            finished=now(),
-        )
+        checkpoint = save_model(folder, trainer.step, state) if state is not None else None
+        log.finish(status=Status.passed.value, gate=gate, topology=topology, dtypes=dtypes, checkpoint=checkpoint)
     del trainer, state  # a wrapper's collectives must not outlive the process group
     world.leave()

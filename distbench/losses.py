@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -28,15 +30,23 @@ class LossFunction:
             )
         return outputs.sum()
 
+    def local_count(self, batches: list[Batch]) -> int:
+        """One rank's part of the count: elements (mse), real tokens (cross_entropy)."""
+        if self.kind is LossKind.cross_entropy:
+            return sum(int((batch.targets != self.ignore_index).sum()) for batch in batches)
+        return sum(batch.targets.numel() for batch in batches)
+
+    def total(self, counts: Iterable[int]) -> int:
+        """What the global sum is divided by, from every rank's count; 1 for `sum`."""
+        return 1 if self.kind is LossKind.sum else max(1, sum(counts))
+
     def count(self, batches: list[Batch], world: World) -> int:
-        """What the global sum is divided by: elements (mse), real tokens (cross_entropy), or 1 (sum).
+        """What the global sum is divided by.
 
         Tokens are counted over all ranks, since ranks may hold different numbers of them: dividing each rank's
         mean by the number of ranks is the mean-of-means bug (huggingface/transformers#34191).
         """
-        if self.kind is LossKind.sum:
-            return 1
-        if self.kind is LossKind.mse:
-            return world.size * sum(batch.targets.numel() for batch in batches)
-        tokens = torch.stack([(batch.targets != self.ignore_index).sum() for batch in batches]).sum()
-        return max(1, int(world.sum(tokens)))
+        local = self.local_count(batches)
+        if self.kind is not LossKind.cross_entropy:
+            return self.total([local] * world.size)  # every rank holds as many elements
+        return self.total([int(world.sum(torch.tensor(local, device=world.device)))])

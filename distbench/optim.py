@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,21 +11,22 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from distbench.config import SGD, AdamW, Schedule
-from distbench.strategies.base import Strategy
 
 
 def build_optimizer(
-    config: AdamW | SGD, module: nn.Module, strategy: Strategy, dims: dict[str, int]
+    config: AdamW | SGD, parameters: Iterable[tuple[str, nn.Parameter]], dims: Mapping[str, int]
 ) -> torch.optim.Optimizer:
-    """`dims`: each parameter's number of dimensions in the *plain* model, by canonical name. Wrappers flatten
-    parameters, and a decay rule that looks at the flattened ones decays norms and biases (mlfoundations/open_clip#358).
+    """Over named parameters, wrapped or plain.
+
+    `dims`: each one's number of dimensions in the *plain* model. Wrappers flatten parameters, and a decay rule that
+    looks at the flattened ones decays norms and biases (mlfoundations/open_clip#358).
     """
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    trained = [(name, p) for name, p in parameters if p.requires_grad]
     if config.decay_1d:
         groups: list[dict[str, Any]] = [{"params": [p for _, p in trained]}]
     else:
-        decayed = [p for name, p in trained if dims[strategy.canonical_name(name)] > 1]
-        spared = [p for name, p in trained if dims[strategy.canonical_name(name)] <= 1]
+        decayed = [p for name, p in trained if dims[name] > 1]
+        spared = [p for name, p in trained if dims[name] <= 1]
         groups = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
     if isinstance(config, AdamW):

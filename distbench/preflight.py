@@ -28,8 +28,9 @@ SLOW_HOURS = 0.25
 """A CPU run in a low precision that is estimated above this many hours is announced."""
 
 
-def preflight(config: Config) -> tuple[Config, list[str]]:
-    """The config as it will be run (a precision may have fallen back), and notes for the record and the user.
+def preflight(config: Config) -> tuple[Config, nn.Module | None, list[str]]:
+    """The config as it will be run (a precision may have fallen back), the model on the meta device where that can be
+    had, and notes for the record and the user.
 
     Raises ConfigError for what only the built model, the data or the device can tell.
     """
@@ -39,7 +40,7 @@ def preflight(config: Config) -> tuple[Config, list[str]]:
     if model is not None:
         notes += _check_units(config, model)
         notes += _slow_low_precision(config, model)
-    return config, notes
+    return config, model, notes
 
 
 def _supported_precision(config: Config) -> tuple[Config, list[str]]:

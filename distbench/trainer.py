@@ -6,13 +6,12 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from distbench.data.batches import SampleAddressedBatches
+from distbench.data.batches import Batch, SampleAddressedBatches, seed_random_state
 from distbench.launching.world import World
 from distbench.losses import LossFunction
 from distbench.precision import PrecisionPolicy, Scaler
@@ -43,10 +42,28 @@ class StepMetrics:
     """From asking for the batch to the device having finished the optimizer."""
 
 
-class Observer(Protocol):
-    """A side concern: a log, a progress bar, a heartbeat. It must not change the training."""
+@dataclass(frozen=True)
+class Backward:
+    """What one step's forward and backward did on this rank, for observers."""
 
-    def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None: ...
+    step: int
+    """1-based."""
+    batches: list[Batch]
+    loss_sum: float
+    """This rank's unnormalised loss."""
+    count: int
+    """What the global sum is divided by."""
+    scale: float
+
+
+class Observer:
+    """A side concern: a log, a progress bar, the gate. It must not change the training. Override what is needed."""
+
+    def on_gradients(self, backward: Backward, trainer: Trainer) -> None:
+        """Gradients are reduced and unscaled, not yet clipped."""
+
+    def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
+        """The optimizer has stepped."""
 
 
 @dataclass
@@ -62,6 +79,8 @@ class Trainer:
     world: World
     clip_norm: float | None = None
     sync_each_micro_batch: bool = False
+    seed: int = 0
+    """Of dropout and everything else that forward draws."""
     observers: Iterable[Observer] = ()
     step: int = 0
     """Optimizer steps done."""
@@ -75,35 +94,31 @@ class Trainer:
 
     def train_step(self) -> StepMetrics:
         start = time.perf_counter()
-        micro_batches = self.batches.micro_batches(self.step)
+        batches = self.batches.micro_batches(self.step)
         data_seconds = time.perf_counter() - start
 
-        count = self.loss.count(micro_batches, self.world)
+        scale, lr = self.scaler.scale, self.schedule.get_last_lr()[0]
+        count = self.loss.count(batches, self.world)
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for index, batch in enumerate(micro_batches):
-            sync = self.sync_each_micro_batch or index == len(micro_batches) - 1
+        for index, batch in enumerate(batches):
+            sync = self.sync_each_micro_batch or index == len(batches) - 1
             with self.strategy.backward_sync(self.module, sync):
-                loss = self.loss.sum(self.policy.forward(self.module, batch.inputs), batch.targets)
+                loss = self.forward(batch)
                 # The one place that undoes the wrapper's averaging over ranks: the global gradient is the sum over all
                 # samples divided by the global count, whoever holds them.
-                (loss * (self.world.size / count * self.scaler.scale)).backward()
+                self.backward(loss, self.world.size / count * scale)
             loss_sum += loss.detach()
 
         gradients = self.strategy.gradients(self.module)
         self.scaler.unscale(gradients)
-        # One small all-reduce gives loss and norm, and every rank the same verdict on non-finite gradients. Each replica
-        # of a shard contributes its part of the square: summing whole replicas is a recurring clipping bug
-        # (pytorch/pytorch#88955).
-        square = squared_norm(gradients, self.world.device) / self.strategy.num_replicas
-        total_loss, total_square = self.world.sum(torch.stack([loss_sum, square])).tolist()
-        norm = math.sqrt(total_square) if math.isfinite(total_square) else total_square
-        clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
-        if clip < 1.0:
-            for gradient in gradients:
-                gradient.mul_(clip)
+        if self.observers:
+            backward = Backward(self.step + 1, batches, float(loss_sum), count, scale)
+            for observer in self.observers:
+                observer.on_gradients(backward, self)
 
-        scale, lr = self.scaler.scale, self.schedule.get_last_lr()[0]
+        total_loss, norm = self.agree(loss_sum, gradients)
+        clip = self.clip(gradients, norm)
         skipped = self.scaler.enabled and not math.isfinite(norm)
         if not skipped:
             self.optimizer.step()
@@ -121,10 +136,37 @@ class Trainer:
             scale=scale,
             skipped=skipped,
             samples=samples,
-            tokens=samples * (micro_batches[0].inputs.shape[1] if micro_batches[0].inputs.dim() > 1 else 1),
+            tokens=samples * (batches[0].inputs.shape[1] if batches[0].inputs.dim() > 1 else 1),
             data_seconds=data_seconds,
             step_seconds=time.perf_counter() - start,
         )
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The unnormalised loss of one micro-batch, from random state that its first sample's id decides."""
+        seed_random_state(self.seed, batch)
+        return self.loss.sum(self.policy.forward(self.module, batch.inputs), batch.targets)
+
+    def backward(self, loss: Tensor, factor: float) -> None:
+        (loss * factor).backward()
+
+    def agree(self, loss_sum: Tensor, gradients: list[Tensor]) -> tuple[float, float]:
+        """Global loss sum and gradient norm, in one small all-reduce, so that every rank reaches the same verdict on
+        non-finite gradients.
+
+        Each replica of a shard contributes its part of the square: summing whole replicas is a recurring clipping bug
+        (pytorch/pytorch#88955).
+        """
+        square = squared_norm(gradients, self.world.device) / self.strategy.num_replicas
+        loss, total = self.world.sum(torch.stack([loss_sum, square])).tolist()
+        return loss, math.sqrt(total) if math.isfinite(total) else total
+
+    def clip(self, gradients: list[Tensor], norm: float) -> float:
+        """Scale gradients so that their global norm is at most `clip_norm`; returns the coefficient (torch's formula)."""
+        coefficient = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
+        if coefficient < 1.0:
+            for gradient in gradients:
+                gradient.mul_(coefficient)
+        return coefficient
 
 
 def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:

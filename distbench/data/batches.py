@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from distbench.config import BatchShape, Seeds, SyntheticData, TextData
+from distbench.data.synthetic import SyntheticSamples, mix
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,6 @@ def build_source(data: SyntheticData | TextData, seeds: Seeds) -> SampleSource:
         from distbench.data.text import TextWindows
 
         return TextWindows(data.path, data.glob, data.seq_len, data.max_bytes, seeds.data if data.shuffle else None)
-    from distbench.data.synthetic import SyntheticSamples
-
     return SyntheticSamples(data.input_shape, data.target_shape, data.vocab_size, seeds.data)
 
 
@@ -68,6 +67,12 @@ class SampleAddressedBatches:
     def _place(self, tensor: Tensor) -> Tensor:
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(device=self.device, dtype=dtype)
+
+
+def seed_random_state(seed: int, batch: Batch) -> None:
+    """Seed torch's generators for one micro-batch from the seed and the global id of its first sample, so that dropout is
+    the same wherever and whenever the micro-batch is computed: on a rank, in the baseline, after a resume."""
+    torch.manual_seed(mix(seed, batch.ids[0]))
 
 
 def sample_digest(batches: list[Batch]) -> int:

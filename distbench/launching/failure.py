@@ -35,7 +35,7 @@ def write_rank_failure(folder: RunFolder, rank: int, error: BaseException) -> di
         "traceback": _users_traceback(error),
         "full_traceback": "".join(traceback.format_exception(error)),
     }
-    write_json(folder.logs / f"failure_rank{rank}.json", failure)
+    write_json(folder.logs / f"failure_{'baseline' if rank < 0 else f'rank{rank}'}.json", failure)
     return failure
 
 
@@ -56,10 +56,16 @@ def _is_library(filename: str) -> bool:
     return filename.startswith(package) or "/site-packages/torch/" in filename
 
 
+def clear_failures(folder: RunFolder) -> None:
+    """Forget the failures of an attempt that is made again."""
+    for file in folder.logs.glob("failure_*.json"):
+        file.unlink()
+
+
 def first_failure(folder: RunFolder) -> dict[str, Any] | None:
     """The earliest failure that a rank wrote: later ones are its consequences."""
     failures = []
-    for file in folder.logs.glob("failure_rank*.json"):
+    for file in folder.logs.glob("failure_*.json"):
         try:
             failures.append(json.loads(file.read_text()))
         except (OSError, ValueError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ from distbench.runs.folder import RunFolder
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+    from distbench.numerics.cache import BaselineEntry
 
 KEY = "distbench/run"
 FAILED = "distbench/failed"
@@ -31,12 +34,16 @@ def _store(timeout_s: float) -> dist.Store:
     return store
 
 
-def lead(config: Config, folder: RunFolder) -> int:
+def lead(config: Config, folder: RunFolder, baseline: BaselineEntry | None) -> int:
     """Rank 0: publish the run, then be its first rank. Returns this process's exit code."""
     store = _store(config.launch.timeout_s)
-    message = {"config": to_container(config), "folder": str(folder.path.resolve())}
+    message = {
+        "config": to_container(config),
+        "folder": str(folder.path.resolve()),
+        "baseline": None if baseline is None else asdict(baseline),
+    }
     store.set(KEY, json.dumps(message))
-    return _be_rank(config, folder, store)
+    return _be_rank(config, folder, store, baseline)
 
 
 def refuse() -> None:
@@ -47,13 +54,16 @@ def refuse() -> None:
 def follow() -> int:
     """Any other rank: wait for rank 0's run and be part of it. Returns this process's exit code."""
     store = _store(600.0)
+    from distbench.numerics.cache import BaselineEntry
+
     message: dict[str, Any] | None = json.loads(store.get(KEY))
     if message is None:
         return ExitCode.USAGE
-    return _be_rank(from_container(message["config"]), RunFolder(Path(message["folder"])), store)
+    baseline = None if message["baseline"] is None else BaselineEntry(**message["baseline"])
+    return _be_rank(from_container(message["config"]), RunFolder(Path(message["folder"])), store, baseline)
 
 
-def _be_rank(config: Config, folder: RunFolder, store: dist.Store) -> int:
+def _be_rank(config: Config, folder: RunFolder, store: dist.Store, baseline: BaselineEntry | None) -> int:
     import torch.distributed as dist
 
     from distbench.experiment import run_rank
@@ -61,9 +71,9 @@ def _be_rank(config: Config, folder: RunFolder, store: dist.Store) -> int:
     from distbench.launching.worker import redirect_output
 
     rank = int(os.environ["RANK"])
-    console = redirect_output(folder, rank)
+    console = redirect_output(folder, f"rank{rank}")
     try:
-        run_rank(config, folder, console=console, store=dist.PrefixStore("distbench/group", store))
+        run_rank(config, folder, console=console, baseline=baseline, store=dist.PrefixStore("distbench/group", store))
     except Exception as error:
         failure = write_rank_failure(folder, rank, error)
         if store.add(FAILED, 1) == 1:  # the first to fail speaks, once for all

@@ -15,11 +15,14 @@ import shutil
 import signal
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from distbench.config import AUTO, Config
+from distbench.config import AUTO, Config, to_container, world_size
 from distbench.errors import ConfigError
 from distbench.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from distbench.numerics.cache import BaselineEntry
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,8 @@ def check_port(config: Config) -> None:
             ) from error
 
 
-def start_ranks(config: Config, tree: dict[str, Any], folder: RunFolder, num_ranks: int) -> None:
-    """Start `num_ranks` ranks and wait for them. Raises RanksFailed or Interrupted; no rank outlives this call."""
+def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None) -> None:
+    """Start the config's ranks and wait for them. Raises RanksFailed or Interrupted; no rank outlives this call."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -75,7 +78,7 @@ def start_ranks(config: Config, tree: dict[str, Any], folder: RunFolder, num_ran
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_ranks,
+        nproc_per_node=world_size(config),
         run_id=secrets.token_hex(8),
         rdzv_backend="c10d",
         rdzv_endpoint=f"{address}:{port}",
@@ -89,7 +92,7 @@ def start_ranks(config: Config, tree: dict[str, Any], folder: RunFolder, num_ran
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # stay on loopback instead of resolving the host's name
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        elastic_launch(launch, run_rank_process)(tree, str(folder.path))
+        elastic_launch(launch, run_rank_process)(to_container(config), str(folder.path), baseline)
     except ChildFailedError as error:
         raise RanksFailed([(rank, failure.exitcode) for rank, failure in error.failures.items()]) from None
     except (SignalException, KeyboardInterrupt) as error:

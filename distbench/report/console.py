@@ -29,6 +29,8 @@ def print_run(path: Path) -> None:
         + f", batch {record['batch']['text']}",
         flush=True,
     )
+    if record.get("gate"):
+        print(f"    {record['gate']['text']}", flush=True)
     print(f"    run folder {relative(path)}", flush=True)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from distbench.runs.folder import RunFolder
-from distbench.trainer import StepMetrics, Trainer
+from distbench.trainer import Observer, StepMetrics, Trainer
 
 
-class TensorBoardLog:
+class TensorBoardLog(Observer):
     """Rank 0's event file. Tags are the metrics' names under the group they belong to."""
 
     def __init__(self, folder: RunFolder, histograms: bool) -> None:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distbench.errors import OutputError, RunFolderError
 from distbench.runs.files import write_atomic, write_json
+
+if TYPE_CHECKING:
+    from distbench.numerics.summary import Summary
 
 SCHEMA = 1
 """Version of record.json. Readers refuse newer ones."""
@@ -75,8 +78,17 @@ class RunFolder:
         return self.path / "tb"
 
     @property
+    def gradients(self) -> Path:
+        return self.path / "gradients"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    def write_gradients(self, step: int, summary: Summary) -> None:
+        """Write `gradients/step_XXXXXXXX.safetensors` (docs/gradient-summaries.md)."""
+        self.gradients.mkdir(exist_ok=True)
+        summary.save(self.gradients / f"step_{step:08d}.safetensors", {"run": self.path.name, "step": str(step)})
 
     def write_resolved(self, tree: dict[str, Any]) -> None:
         import yaml

@@ -7,12 +7,12 @@ from typing import Any, TextIO
 
 from distbench.config import Config
 from distbench.report.tensorboard import TensorBoardLog
-from distbench.runs.folder import RunFolder
+from distbench.runs.folder import RunFolder, now
 from distbench.runs.observers import MetricLog, Progress
 from distbench.trainer import Observer, StepMetrics, Trainer
 
 
-class StepSummary:
+class StepSummary(Observer):
     """The result section's numbers, from every step but the first (which pays for lazy set-up)."""
 
     def __init__(self) -> None:
@@ -65,6 +65,7 @@ class RunLog:
         if self._progress:
             self._progress.close()
         self._metrics.close()
+        sections |= {"result": self.steps.result(), "finished": now()}
         preview = self._folder.preview_record(**sections)
         self._tensorboard.close(preview)
         self._folder.update_record(**sections)

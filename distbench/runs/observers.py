@@ -8,10 +8,10 @@ from typing import TextIO
 
 from distbench.runs.files import strict
 from distbench.runs.folder import RunFolder
-from distbench.trainer import StepMetrics, Trainer
+from distbench.trainer import Observer, StepMetrics, Trainer
 
 
-class MetricLog:
+class MetricLog(Observer):
     """`metrics.jsonl`: one line a step, numbers as Python prints them (they read back to the same bits)."""
 
     def __init__(self, folder: RunFolder) -> None:
@@ -26,7 +26,7 @@ class MetricLog:
         self._file.close()
 
 
-class Progress:
+class Progress(Observer):
     """A progress bar with loss and speed, on a terminal only."""
 
     def __init__(self, steps: int, label: str, console: TextIO) -> None:

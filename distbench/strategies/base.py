@@ -7,12 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from distbench.config import Prefetch
+from distbench.config import Config, Prefetch, world_size
 from distbench.launching.world import World
+from distbench.numerics.bounds import Reduction
 from distbench.precision import CastParameters, PrecisionPolicy
+from distbench.strategies.slots import Slot
 
 CAST_PREFIX = "_cast_module."
 
@@ -30,6 +33,25 @@ class Strategy(ABC):
     def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         """Wrap a prepared model (on its device, in master dtype). `units`: names of the modules to wrap, inner first."""
 
+    @classmethod
+    def reduction(cls, config: Config) -> Reduction:
+        """What this strategy does to gradients between the ranks' backward and the optimizer. The baseline replays it and
+        the gate holds the strategy to it."""
+        precision = config.precision
+        compute = precision.param_dtype if precision.autocast else precision.compute_dtype
+        return Reduction(
+            reduces=True,
+            world_size=world_size(config),
+            accumulation=config.accumulation,
+            synced=config.accumulation_sync,
+            carries=False,
+            accumulate_dtype=compute,
+            compute_dtype=compute,
+            reduce_dtype=precision.reduce_dtype,
+            param_dtype=precision.param_dtype,
+            broadcast_buffers=False,
+        )
+
     def backward_sync(self, module: nn.Module, sync: bool) -> AbstractContextManager[Any]:
         """Around one micro-batch's forward *and* backward; `sync` False leaves gradients unreduced."""
         return nullcontext()
@@ -39,6 +61,11 @@ class Strategy(ABC):
         """How many ranks hold the same gradient shard: world size over the number of shards."""
         return self.world.size
 
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that together hold one copy of the gradients; None where every rank holds all of it."""
+        return None if self.num_replicas == self.world.size else dist.group.WORLD
+
     def gradients(self, module: nn.Module) -> list[Tensor]:
         """This rank's reduced gradients, as plain local tensors that share memory with what the optimizer reads."""
         return [self.local(p.grad) for p in module.parameters() if p.grad is not None]
@@ -46,6 +73,10 @@ class Strategy(ABC):
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or gradient as a plain tensor, sharing its memory."""
         return tensor
+
+    def slots(self, module: nn.Module) -> list[Slot]:
+        """Where each plain parameter's local piece is, in the plain model's order; tied parameters once."""
+        return [Slot.whole(self.canonical_name(name), parameter) for name, parameter in module.named_parameters()]
 
     def reduce_dtype(self, module: nn.Module) -> torch.dtype | None:
         """Read back from the wrapper: what gradients cross the network in. None where nothing crosses it."""

@@ -1,6 +1,7 @@
 """DistributedDataParallel: every rank holds the whole model; gradients are averaged in buckets."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,13 +9,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distbench.config import DDPStrategy
+from distbench.config import Config, DDPStrategy
+from distbench.numerics.bounds import Reduction
 from distbench.precision import PrecisionPolicy
 from distbench.strategies.base import Strategy
 
 
 class DDP(Strategy):
     options: DDPStrategy
+
+    @classmethod
+    def reduction(cls, config: Config) -> Reduction:
+        """Micro-batches add up in the parameters' own gradient; where each is reduced, so is the sum before it, again."""
+        return replace(
+            super().reduction(config),
+            carries=True,
+            accumulate_dtype=config.precision.param_dtype,
+            broadcast_buffers=config.strategy.broadcast_buffers,
+        )
 
     def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         options = self.options

@@ -15,6 +15,7 @@ from distbench.config import BackwardPrefetch, FSDPStrategy, ShardingStrategy
 from distbench.precision import PrecisionPolicy
 from distbench.strategies import torch_fsdp1
 from distbench.strategies.base import Strategy
+from distbench.strategies.slots import Slot
 
 PREFETCH = {
     BackwardPrefetch.pre: torch_fsdp.BackwardPrefetch.BACKWARD_PRE,
@@ -49,6 +50,9 @@ class FSDP(Strategy):
     @property
     def num_replicas(self) -> int:
         return self.world.size if self.options.sharding_strategy is ShardingStrategy.NO_SHARD else 1
+
+    def slots(self, module: nn.Module) -> list[Slot]:
+        return torch_fsdp1.slots(module, self.canonical_name)
 
     def reduce_dtype(self, module: nn.Module) -> torch.dtype:
         return torch_fsdp1.reduce_dtype(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,14 +13,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from distbench.config import BackwardPrefetch, FSDP2Strategy
+from distbench.config import BackwardPrefetch, Config, FSDP2Strategy
+from distbench.numerics.bounds import Reduction
 from distbench.precision import PrecisionPolicy
 from distbench.strategies import torch_fsdp2
 from distbench.strategies.base import Strategy
+from distbench.strategies.slots import Slot
 
 
 class FSDP2(Strategy):
     options: FSDP2Strategy
+
+    @classmethod
+    def reduction(cls, config: Config) -> Reduction:
+        """Unsynced micro-batches add up in the reduction dtype."""
+        return replace(super().reduction(config), accumulate_dtype=config.precision.reduce_dtype)
 
     def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         mesh = init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))
@@ -51,6 +59,9 @@ class FSDP2(Strategy):
 
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def slots(self, module: nn.Module) -> list[Slot]:
+        return [torch_fsdp2.slot(self.canonical_name(name), p) for name, p in module.named_parameters()]
 
     def reduce_dtype(self, module: nn.Module) -> torch.dtype:
         return torch_fsdp2.reduce_dtype(module)

@@ -1,0 +1,421 @@
+"""The baseline: one process plays rank 0 ... N-1 one after another on the same weights and samples, and adds up.
+
+A correct distributed run equals it bit for bit with two ranks (two terms commute), and up to the order of one
+summation, which has a proven bound, with more. Written straight down, apart from the trainer, so that a mistake in one
+is not a mistake in both.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from distbench.config import BatchShape, Config, Precision, batch_shape, world_size
+from distbench.data.batches import Batch, SampleAddressedBatches, build_source, sample_digest, seed_random_state
+from distbench.errors import BaselineError
+from distbench.losses import LossFunction
+from distbench.models.build import build_model, weights_digest
+from distbench.numerics.bounds import Reduction
+from distbench.numerics.digests import tensor_digest
+from distbench.numerics.shards import Shard
+from distbench.numerics.summary import Summary, summarize
+from distbench.optim import build_optimizer, build_schedule
+from distbench.precision import DTYPES, PrecisionPolicy, Scaler
+from distbench.runs.files import write_json
+from distbench.strategies import strategy_class
+
+MAX_SKIPPED = 24
+"""Steps that a loss scaler may skip before the gate gives up looking for one that is not skipped."""
+
+
+@dataclass
+class Replayed:
+    """One optimizer step, replayed. Tensors are whole and named canonically; gradients are unscaled, before clipping."""
+
+    step: int
+    """1-based."""
+    losses: list[float]
+    """Each rank's unnormalised loss sum over its micro-batches."""
+    count: int
+    scale: float
+    sample_digests: list[int]
+    """Each rank's."""
+    mean: dict[str, Tensor]
+    """G, fp64: the exact-as-possible mean over ranks of each rank's own gradient."""
+    magnitude: dict[str, Tensor]
+    """A, fp32 rounded up: the mean over ranks of its magnitude."""
+    reduced: dict[str, Tensor]
+    """In run precision and rank order: what two ranks must equal bit for bit. Master dtype."""
+    local_digests: list[dict[str, int]]
+    """Each rank's own gradient, per parameter."""
+    nones: list[str]
+    """Parameters that no rank has a gradient for."""
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / self.count
+
+
+class Replay:
+    """Replays a run of `world_size` ranks of one strategy, step by step, in this process."""
+
+    def __init__(self, config: Config, reduction: Reduction, device: torch.device) -> None:
+        self.config, self.reduction, self.device = config, reduction, device
+        self.shape: BatchShape = batch_shape(config)
+        self.policy = PrecisionPolicy(config.precision, device)
+        self.model = self.policy.prepare(build_model(config.model, config.seed.model))
+        self.initial_weights = weights_digest(self.model)
+        self.module = self.policy.cast(self.model)
+        self.parameters = dict(self.model.named_parameters())
+        dims = {name: parameter.dim() for name, parameter in self.parameters.items()}
+        self.optimizer = build_optimizer(config.optimizer, self.parameters.items(), dims)
+        self.schedule = build_schedule(config.optimizer, self.optimizer, config.steps)
+        self.scaler = Scaler(config.precision.scaler)
+        self.loss = LossFunction(config.loss)
+        source = build_source(config.data, config.seed)
+        self.batches = [
+            SampleAddressedBatches(source, self.shape, rank, device, self.policy.data_dtype)
+            for rank in range(self.shape.world_size)
+        ]
+        self.buffers = [self._copy_buffers() for _ in range(self.shape.world_size)]
+        self.steps_done = 0
+
+    # --- one step
+
+    def gradients(self) -> Replayed:
+        """Play all ranks' forward and backward of the next step, and reduce."""
+        ranks = range(self.shape.world_size)
+        micro = [self.batches[rank].micro_batches(self.steps_done) for rank in ranks]
+        count = self.loss.total(self.loss.local_count(batches) for batches in micro)
+        losses = [torch.zeros((), dtype=torch.float64, device=self.device) for _ in ranks]
+        sums = GradientSums(self.reduction, list(self.parameters), self.scaler.scale)
+        synced_before = True
+        for index in range(self.shape.accumulation):
+            if self.reduction.broadcast_buffers and synced_before:
+                self.buffers = [{name: b.clone() for name, b in self.buffers[0].items()} for _ in ranks]
+            for rank in ranks:
+                with self._as_rank(rank):
+                    batch = micro[rank][index]
+                    loss = self._backward(batch, self.shape.world_size / count * self.scaler.scale)
+                losses[rank] += loss
+                sums.add(rank, {name: parameter.grad for name, parameter in self.parameters.items()})
+                self._clear_gradients()
+            synced_before = self.reduction.synced or index == self.shape.accumulation - 1
+            if synced_before:
+                sums.sync()
+        mean, magnitude, reduced = sums.result()
+        return Replayed(
+            step=self.steps_done + 1,
+            losses=[float(loss) for loss in losses],
+            count=count,
+            scale=self.scaler.scale,
+            sample_digests=[sample_digest(batches) for batches in micro],
+            mean=mean,
+            magnitude=magnitude,
+            reduced=reduced,
+            local_digests=sums.local_digests(),
+            nones=[name for name in self.parameters if name not in reduced],
+        )
+
+    def update(self, replayed: Replayed) -> dict[str, float | bool]:
+        """Clip and step the optimizer on the reduced gradients, as the trainer does."""
+        for name, parameter in self.parameters.items():
+            gradient = replayed.reduced.get(name)
+            parameter.grad = None if gradient is None else gradient.clone()
+        square = sum(
+            (torch.linalg.vector_norm(g, dtype=torch.float64).square() for g in replayed.reduced.values()),
+            torch.zeros((), dtype=torch.float64, device=self.device),
+        )
+        norm = float(square.sqrt())
+        clip = 1.0 if self.config.clip_norm is None else min(1.0, self.config.clip_norm / (norm + 1e-6))
+        if clip < 1.0:
+            for gradient in (p.grad for p in self.parameters.values() if p.grad is not None):
+                gradient.mul_(clip)
+        lr = self.schedule.get_last_lr()[0]
+        finite = norm < float("inf")
+        skipped = self.scaler.enabled and not finite
+        if not skipped:
+            self.optimizer.step()
+            self.schedule.step()
+        self.scaler.update(finite=not skipped)
+        self._clear_gradients()
+        self.steps_done += 1
+        return {"grad_norm": norm, "clip": clip, "lr": lr, "skipped": skipped}
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters (`P/`), optimizer state (`O/<key>/`) and each rank's buffers (`B<rank>/`) as they are now."""
+        tensors = {f"P/{name}": parameter.detach() for name, parameter in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    tensors[f"O/{key}/{name}"] = value
+        for rank, buffers in enumerate(self.buffers):
+            tensors.update({f"B{rank}/{name}": buffer for name, buffer in buffers.items()})
+        return tensors
+
+    def weights(self) -> Summary:
+        """Summary of the parameters as they are now."""
+        return summarize(Shard.whole(name, parameter.detach()) for name, parameter in self.parameters.items())
+
+    # --- parts
+
+    def _backward(self, batch: Batch, factor: float) -> Tensor:
+        seed_random_state(self.config.seed.model, batch)
+        loss = self.loss.sum(self.policy.forward(self.module, batch.inputs), batch.targets)
+        (loss * factor).backward()
+        return loss.detach().double()
+
+    def _clear_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def _copy_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+
+    @contextmanager
+    def _as_rank(self, rank: int) -> Iterator[None]:
+        """Give the model one rank's buffers, and keep what forward makes of them."""
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self.buffers[rank][name])
+        yield
+        for name, buffer in self.model.named_buffers():
+            self.buffers[rank][name].copy_(buffer)
+
+
+class GradientSums:
+    """Adds up each rank's micro-batch gradients and reduces them, as a strategy's `Reduction` says it does."""
+
+    def __init__(self, reduction: Reduction, names: list[str], scale: float) -> None:
+        self.reduction, self.scale = reduction, scale
+        self.local: list[dict[str, Tensor]] = [{} for _ in range(reduction.world_size)]
+        """Unreduced gradient of each rank, in the accumulation dtype."""
+        self.names = names
+        self.carried: dict[str, Tensor] = {}
+        """The reduced gradient so far, in the master dtype."""
+        self.mean: dict[str, Tensor] = {}
+        self.magnitude: dict[str, Tensor] = {}
+        self.whole: list[dict[str, Tensor]] = [{} for _ in range(reduction.world_size)]
+        """Each rank's own gradient over the whole step."""
+
+    def add(self, rank: int, gradients: dict[str, Tensor | None]) -> None:
+        """One micro-batch's gradient of one rank (master dtype, values of the compute dtype)."""
+        dtype = DTYPES[self.reduction.accumulate_dtype]
+        single = self.reduction.accumulation == 1 or self.reduction.synced
+        local = self.local[rank]
+        for name, gradient in gradients.items():
+            if gradient is None:
+                continue
+            if single:
+                local[name] = gradient
+            elif name in local:
+                local[name] += gradient.to(dtype)
+            else:
+                local[name] = gradient.to(dtype, copy=True)
+
+    def sync(self) -> None:
+        """Reduce what has been added since the last sync."""
+        ranks = len(self.local)
+        for name in self.names:
+            parts = [local.get(name) for local in self.local]
+            present = [part for part in parts if part is not None]
+            if not present:
+                continue
+            # A rank that did not use a parameter contributes zeros, as every wrapper has it do.
+            filled = [torch.zeros_like(present[0]) if part is None else part for part in parts]
+            mean = sum((part.double() for part in filled), torch.zeros_like(filled[0], dtype=torch.float64)) / ranks
+            size = sum((part.double().abs() for part in filled), torch.zeros_like(mean)) / ranks
+            self.mean[name] = self.mean[name] + mean if name in self.mean else mean
+            self.magnitude[name] = self.magnitude[name] + size if name in self.magnitude else size
+            self._reduce(name, filled)
+            for rank, part in enumerate(filled):
+                whole = self.whole[rank]
+                whole[name] = whole[name] + part if name in whole else part
+        self.local = [{} for _ in range(ranks)]
+
+    def _reduce(self, name: str, parts: list[Tensor]) -> None:
+        reduction, master = self.reduction, DTYPES[self.reduction.param_dtype]
+        before = self.carried.get(name)
+        if reduction.reduces:
+            if before is not None and reduction.carries:
+                parts = [before + part.to(master) for part in parts]
+                before = None
+            dtype = DTYPES[reduction.reduce_dtype]
+            total = parts[0].to(dtype) / reduction.divide_before
+            for part in parts[1:]:
+                total = total + part.to(dtype) / reduction.divide_before
+            reduced = (total / (reduction.world_size / reduction.divide_before)).to(master)
+        else:
+            reduced = parts[0].to(master)
+        self.carried[name] = reduced if before is None else before + reduced
+
+    def result(self) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+        """G (fp64), A (fp32, rounded up) and the reduced gradient (master dtype), all unscaled."""
+        mean = {name: value / self.scale for name, value in self.mean.items()}
+        size = {name: round_up(value / self.scale) for name, value in self.magnitude.items()}
+        reduced = {name: value * (1.0 / self.scale) for name, value in self.carried.items()}
+        return mean, size, reduced
+
+    def local_digests(self) -> list[dict[str, int]]:
+        """Digests of each rank's own gradient, scaled as it is before the reduction."""
+        return [
+            {part.name: part.digest for part in summarize(Shard.whole(name, g) for name, g in whole.items())}
+            for whole in self.whole
+        ]
+
+
+def round_up(tensor: Tensor) -> Tensor:
+    """The least fp32 at or above each fp64 element."""
+    narrow = tensor.float()
+    return torch.where(narrow.double() < tensor, torch.nextafter(narrow, torch.full_like(narrow, torch.inf)), narrow)
+
+
+# --------------------------------------------------------------------------------------------------------------
+# On disk
+# --------------------------------------------------------------------------------------------------------------
+
+
+def compute_baseline(config: Config, folder: Path, device: torch.device) -> None:
+    """Replay `gate.steps` steps of a config and write the baseline into an existing, empty folder.
+
+    Files: `baseline.json` (losses, digests, norms, per step), `step_<s>.safetensors` (`G/`, `A/`, and the state after the
+    step: `P/`, `O/`, `B<rank>/`), `state_0.safetensors` (the state before step 1), `summary_<s>.safetensors` (of the
+    reduced gradient).
+    """
+    started = time.perf_counter()
+    reduction = strategy_class(config.strategy.name).reduction(config)
+    replay = Replay(config, reduction, device)
+    save_file(_owned(replay.state()), folder / "state_0.safetensors")
+    replay.weights().save(folder / "weights_0.safetensors")
+    initial_buffers = [_digests(buffers) for buffers in replay.buffers]
+    steps: list[dict[str, Any]] = []
+    while sum(not step["skipped"] for step in steps) < config.gate.steps and len(steps) < MAX_SKIPPED:
+        replayed = replay.gradients()
+        number = replayed.step
+        tensors = {f"G/{name}": value for name, value in replayed.mean.items()}
+        tensors |= {f"A/{name}": value for name, value in replayed.magnitude.items()}
+        tensors |= {f"R/{name}": value for name, value in replayed.reduced.items()}
+        summary = summarize(
+            Shard.whole(name, replayed.reduced.get(name), tuple(parameter.shape))
+            for name, parameter in replay.parameters.items()
+        )
+        summary.save(folder / f"summary_{number}.safetensors")
+        update = replay.update(replayed)
+        replay.weights().save(folder / f"weights_{number}.safetensors")
+        save_file(_owned({**tensors, **replay.state()}), folder / f"step_{number}.safetensors")
+        steps.append(
+            {
+                "step": number,
+                "losses": replayed.losses,
+                "loss": replayed.loss,
+                "count": replayed.count,
+                "scale": replayed.scale,
+                "sample_digests": [str(digest) for digest in replayed.sample_digests],
+                "local_digests": [
+                    {name: str(digest) for name, digest in digests.items()} for digests in replayed.local_digests
+                ],
+                "nones": replayed.nones,
+                "buffers": [_digests(buffers) for buffers in replay.buffers],
+                "next_scale": replay.scaler.scale,
+                "good_steps": replay.scaler.good_steps,
+                **update,
+            }
+        )
+        if number >= config.steps:
+            break
+    write_json(
+        folder / "baseline.json",
+        {
+            "reduction": reduction.to_dict(),
+            "initial_weights": replay.initial_weights,
+            "initial_buffers": initial_buffers,
+            "steps": steps,
+            "seconds": time.perf_counter() - started,
+            "precision_error": _precision_error(config, device, folder) if config.gate.fp64_reference else None,
+            "precision_error_reason": None if config.gate.fp64_reference else "gate.fp64_reference=false",
+        },
+    )
+
+
+def _precision_error(config: Config, device: torch.device, folder: Path) -> dict[str, Any]:
+    """What the run's precision costs in the first step: the replayed mean gradient against one computed in fp64."""
+    reference = replace(config, precision=fp64(config.precision))
+    reduction = strategy_class(config.strategy.name).reduction(reference)
+    replayed = Replay(reference, reduction, device).gradients()
+    rows, difference, total = {}, 0.0, 0.0
+    with safe_open(folder / "step_1.safetensors", "pt", device=str(device)) as file:
+        for name, exact in replayed.mean.items():
+            error = float((file.get_tensor(f"G/{name}") - exact).square().sum())
+            norm = float(exact.square().sum())
+            rows[name] = None if norm == 0 else (error / norm) ** 0.5
+            difference, total = difference + error, total + norm
+    return {
+        "loss": replayed.loss,
+        "relative_l2": None if total == 0 else (difference / total) ** 0.5,
+        "parameters": rows,
+    }
+
+
+def fp64(precision: Precision) -> Precision:
+    """The same run, everything in fp64 and nothing scaled or cast."""
+    return Precision(
+        name="fp64",
+        param_dtype="fp64",
+        compute_dtype="fp64",
+        reduce_dtype="fp64",
+        scaler=replace(precision.scaler, enabled=False),
+    )
+
+
+def _digests(tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Bit-exact digests of whole tensors, as text (JSON readers lose 64-bit integers)."""
+    return {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+
+
+def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies where tensors share memory: safetensors refuses shared storage."""
+    return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
+
+
+class Baseline:
+    """A finished baseline on disk, read in slices."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises BaselineError if it is damaged."""
+        self.folder = folder
+        try:
+            self.facts: dict[str, Any] = json.loads((folder / "baseline.json").read_text())
+            self.steps: list[dict[str, Any]] = self.facts["steps"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BaselineError(f"baseline {folder} is damaged: {error}") from error
+
+    def step(self, step: int) -> dict[str, Any]:
+        return self.steps[step - 1]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    def weights(self, step: int) -> Summary:
+        """Summary of the weights after a step (0: initial)."""
+        return Summary.load(self.folder / f"weights_{step}.safetensors")
+
+    def summary(self, step: int) -> Summary:
+        """Summary of a step's reduced gradient."""
+        return Summary.load(self.folder / f"summary_{step}.safetensors")
+
+    @contextmanager
+    def tensors(self, step: int) -> Iterator[Any]:
+        """Open the tensors of a step (0: the state before the first), memory-mapped: only what is read is loaded."""
+        name = "state_0.safetensors" if step == 0 else f"step_{step}.safetensors"
+        with safe_open(self.folder / name, "pt") as file:
+            yield file

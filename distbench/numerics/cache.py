@@ -1,0 +1,262 @@
+"""Baselines cached by content under `<output_dir>/.baselines/`, shared by every run of a sweep and by sweeps at once.
+
+An entry is a folder that appears under its name only when it is complete. Its manifest holds every file's size and
+SHA-256; an entry that does not match is rebuilt. Old entries go when the cache is over its limit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import inspect
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from distbench.config import (
+    Config,
+    CustomModel,
+    Schedule,
+    TextData,
+    batch_shape,
+    digest,
+    resolve_device,
+    threads_per_rank,
+    to_container,
+    world_size,
+)
+from distbench.errors import BaselineError
+from distbench.runs.files import write_json
+from distbench.runs.folder import RunFolder
+from distbench.strategies import strategy_class
+
+FORMAT = 1
+"""Raised when the files of an entry change."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class BaselineEntry:
+    """Where a run's baseline is, and whether it was there before."""
+
+    path: str
+    reused: bool
+
+
+def ensure_baseline(config: Config, model: nn.Module | None, run: RunFolder, local_world_size: int) -> BaselineEntry:
+    """The baseline of this config: from the cache, or computed now in a process of its own.
+
+    `model`: the meta-device model, if the user's factory allows one; its classes' source is part of the key.
+    Raises RanksFailed if the replay fails (`logs/failure_baseline.json` has the traceback), BaselineError if it cannot
+    fit into memory.
+    """
+    root = Path(config.output_dir).resolve() / ".baselines"
+    root.mkdir(parents=True, exist_ok=True)
+    entry = root / key(config, model, local_world_size)
+    with _lock(root / f"{entry.name}.lock"):
+        if _intact(entry):
+            os.utime(entry / "manifest.json")  # least recently used goes first
+            return BaselineEntry(str(entry), reused=True)
+        shutil.rmtree(entry, ignore_errors=True)
+        _check_memory(config, model)
+        temporary = root / f".{entry.name}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        try:
+            _compute(config, temporary, run, local_world_size)
+            write_json(temporary / "manifest.json", {"format": FORMAT, "files": _manifest(temporary)})
+            temporary.rename(entry)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    _evict(root, config.gate.cache_gib * GIB, keep=entry.name)
+    return BaselineEntry(str(entry), reused=False)
+
+
+def discard(path: str) -> None:
+    """Remove a stale entry."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def key(config: Config, model: nn.Module | None, local_world_size: int) -> str:
+    """Content address: everything that the replay's bits depend on, and nothing else."""
+    tree = to_container(config)
+    parts = {
+        name: tree[name] for name in ("model", "precision", "loss", "optimizer", "seed", "clip_norm", "deterministic")
+    }
+    device = resolve_device(config)
+    return digest(
+        {
+            **parts,
+            "format": FORMAT,
+            "data": [tree["data"], _data_files(config)],
+            "batch": batch_shape(config).to_dict(),
+            "reduction": strategy_class(config.strategy.name).reduction(config).to_dict(),
+            "steps": min(config.gate.steps, config.steps),
+            "schedule": None if config.optimizer.schedule is Schedule.constant else config.steps,
+            "fp64_reference": config.gate.fp64_reference,
+            "device": torch.cuda.get_device_name(0) if device == "cuda" else _cpu(),
+            "threads": threads_per_rank(config, local_world_size),
+            "torch": torch.__version__,
+            "code": _code(config, model),
+        }
+    )
+
+
+def _cpu() -> str:
+    return f"{torch.backends.cpu.get_cpu_capability()} {sys.platform}"
+
+
+def _data_files(config: Config) -> list[Any]:
+    """Names, sizes and times of the text's files: the samples follow from them."""
+    if not isinstance(config.data, TextData):
+        return []
+    root = Path(config.data.path).expanduser().resolve()
+    files = sorted(root.rglob(config.data.glob)) if root.is_dir() else [root]
+    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+
+
+def _code(config: Config, model: nn.Module | None) -> str:
+    """Digest of the source that computes the baseline: this package's, and the user's model's."""
+    files = set(Path(__file__).resolve().parents[1].rglob("*.py"))
+    classes: list[Any] = [type(module) for module in model.modules()] if model is not None else []
+    if isinstance(config.model, CustomModel):
+        classes.append(sys.modules.get(config.model._target_.rpartition(".")[0]))
+    for found in classes:
+        try:
+            source = inspect.getsourcefile(found) if found is not None else None
+        except (TypeError, OSError):
+            source = None  # built in C, or typed at a prompt: no source to follow
+        if source and "/torch/" not in source:
+            files.add(Path(source).resolve())
+    content = hashlib.sha256()
+    for file in sorted(files):
+        content.update(hashlib.sha256(file.read_bytes()).digest())
+    return content.hexdigest()[:16]
+
+
+# --- integrity
+
+_verified: dict[str, tuple[Any, ...]] = {}
+"""Entries whose digests this process has checked: path -> sizes and times then."""
+
+
+def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+    rows = {}
+    for file in sorted(folder.iterdir()):
+        with file.open("rb") as handle:
+            rows[file.name] = {
+                "bytes": file.stat().st_size,
+                "sha256": hashlib.file_digest(handle, "sha256").hexdigest(),
+            }
+    return rows
+
+
+def _intact(entry: Path) -> bool:
+    """Whether every file is there with the bytes its manifest names; digests are read once a process and state."""
+    try:
+        manifest = json.loads((entry / "manifest.json").read_text())
+        names = sorted(manifest["files"])
+        state = tuple((name, (entry / name).stat().st_size, (entry / name).stat().st_mtime_ns) for name in names)
+        if manifest["format"] != FORMAT:
+            return False
+        if _verified.get(str(entry)) == state:
+            return True
+        found = _manifest(entry)
+        found.pop("manifest.json", None)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if found != manifest["files"]:
+        return False
+    _verified[str(entry)] = state
+    return True
+
+
+def _evict(root: Path, limit: float, keep: str) -> None:
+    """Remove least recently used entries until the rest fits, never one that another process has locked."""
+
+    def size(entry: Path) -> int:
+        return sum(file.stat().st_size for file in entry.iterdir())
+
+    def used(entry: Path) -> float:
+        try:
+            return (entry / "manifest.json").stat().st_mtime
+        except OSError:
+            return 0.0
+
+    entries = sorted((e for e in root.iterdir() if e.is_dir() and not e.name.startswith(".")), key=used)
+    total = sum(size(entry) for entry in entries)
+    for entry in entries:
+        if total <= limit:
+            return
+        if entry.name == keep:
+            continue
+        with _lock(root / f"{entry.name}.lock", wait=False) as held:
+            if held:
+                total -= size(entry)
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+@contextmanager
+def _lock(path: Path, wait: bool = True) -> Iterator[bool]:
+    """An advisory lock on a file beside the entry; freed by the kernel when its holder dies."""
+    with path.open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+# --- computing
+
+BYTES_PER_PARAMETER = 4 + 12 + 8 + 4 + 4
+"""fp32 weight, gradient and two moments, then G in fp64, A and the reduced gradient, at the least."""
+
+
+def _check_memory(config: Config, model: nn.Module | None) -> None:
+    """Refuse, with what it needs, a baseline that cannot fit."""
+    if model is None or resolve_device(config) == "cuda":
+        return
+    parameters = sum(p.numel() for p in model.parameters())
+    ranks = world_size(config)
+    need = parameters * (BYTES_PER_PARAMETER + 4 * ranks + (16 if config.gate.fp64_reference else 0))
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        pass  # not Linux: what sysconf said has to do
+    if need > available:
+        raise BaselineError(
+            f"the baseline of {parameters:,} parameters and {ranks} ranks needs about {need / GIB:.1f} GiB of memory, "
+            f"{available / GIB:.1f} GiB are available; use gate.fp64_reference=false, fewer layers for the gate, or gate=off"
+        )
+
+
+def _compute(config: Config, folder: Path, run: RunFolder, local_world_size: int) -> None:
+    from distbench.launching.local import RanksFailed
+    from distbench.numerics.baseline_process import BASELINE_RANK, main
+
+    context = multiprocessing.get_context("forkserver")
+    threads = threads_per_rank(config, local_world_size)
+    process = context.Process(target=main, args=(to_container(config), str(folder), str(run.path), threads))
+    process.start()
+    try:
+        process.join()
+    except BaseException:
+        process.kill()
+        raise
+    if process.exitcode != 0:
+        raise RanksFailed([(BASELINE_RANK, process.exitcode or 0)])

@@ -1,0 +1,575 @@
+"""The gate: a run's first steps against the baseline's, check by check, and the verdict.
+
+An observer of the trainer, on every rank. It compares what this rank holds with its own slice of the baseline; no rank
+gathers the model. The order of the checks is the order in which a difference would first show.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distbench.config import Config
+from distbench.data.batches import sample_digest
+from distbench.errors import StaleBaseline
+from distbench.numerics.baseline import Baseline
+from distbench.numerics.bounds import Reduction, unit_roundoff
+from distbench.numerics.digests import tensor_digest
+from distbench.numerics.shadow import ShadowOptimizer
+from distbench.numerics.state import load_state, restore, snapshot
+from distbench.numerics.summary import Summary, summarize
+from distbench.strategies.slots import Slot
+from distbench.trainer import Backward, Observer, StepMetrics, Trainer
+
+MASK64 = 2**64 - 1
+
+
+class Tier(str, Enum):
+    """How strong the evidence is, strongest first."""
+
+    bitwise = "bitwise"
+    bound = "bound"
+    noise = "noise"
+    tolerance = "tolerance"
+    """The user's own tolerance, not a derived one."""
+    fail = "fail"
+
+
+ORDER = list(Tier)
+
+
+@dataclass
+class Check:
+    """One row of gate.json."""
+
+    name: str
+    step: int
+    mode: str
+    """`free`: as the run goes; `forced`: the step started from the baseline's own state."""
+    passed: bool
+    tier: str | None = None
+    detail: str = ""
+    ranks: list[int] = field(default_factory=list)
+    """Ranks that disagree, where that is known."""
+    parameter: str | None = None
+    """The worst one."""
+
+
+@dataclass
+class GradientCheck:
+    """One parameter's reduced gradient against the baseline's."""
+
+    name: str
+    step: int
+    mode: str
+    tier: str
+    relative_l2: float | None
+    """|g - G| / |G|; None where G is all zero."""
+    cosine: float | None
+    alpha: float | None
+    """<g, G> / |G|^2: 1 where the scale is right."""
+    margin: float
+    """Largest error over its bound; at most 1 within the bound."""
+    violations: int
+    """Elements outside the bound."""
+    nonfinite: int
+    power_scale: float
+    """Smallest relative scale error that this check was sure to catch."""
+    power_element: float
+    """Smallest change of any single element that it was sure to catch, over the gradient's root mean square."""
+
+
+@dataclass
+class Verdict:
+    passed: bool
+    tier: Tier
+    checks: list[Check]
+    gradients: list[GradientCheck]
+    num_parameters: int
+
+    @property
+    def first_failure(self) -> Check | None:
+        return next((check for check in self.checks if not check.passed), None)
+
+    def worst_gradient(self) -> GradientCheck | None:
+        """Of the earliest failing step, the parameter that is furthest off."""
+        failed = [g for g in self.gradients if g.tier == Tier.fail]
+        if not failed:
+            return None
+        step = min(g.step for g in failed)
+
+        def size(g: GradientCheck) -> float:
+            return math.inf if g.nonfinite or g.relative_l2 is None else g.relative_l2
+
+        return max((g for g in failed if g.step == step), key=size)
+
+    def text(self) -> str:
+        if self.passed:
+            compared = [g for g in self.gradients if g.step == 1]
+            at = sum(g.tier == self.tier for g in compared)
+            label = "bound" if self.tier is Tier.bound else self.tier.value
+            worst = max((g.margin for g in self.gradients if g.tier == Tier.bound), default=None)
+            margin = "" if worst is None else f", worst margin {worst:.2g}"
+            return f"gate PASSED ({label}, {at} of {self.num_parameters} parameters{margin})"
+        check = self.first_failure
+        assert check is not None
+        worst_gradient = self.worst_gradient()
+        if check.name == "gradients" and worst_gradient is not None:
+            g = worst_gradient
+            alpha = "n/a" if g.alpha is None else f"{g.alpha:.6g}"
+            cosine = "n/a" if g.cosine is None else f"{g.cosine:.6g}"
+            return f"gate FAILED: gradient of {g.name}, alpha {alpha} cosine {cosine} (step {g.step})"
+        return f"gate FAILED: {check.name} at step {check.step}: {check.detail}"
+
+
+class Gate(Observer):
+    """Holds each of the baseline's steps against the run's."""
+
+    def __init__(
+        self, baseline: Baseline, config: Config, reduction: Reduction, trainer: Trainer, reused: bool
+    ) -> None:
+        """`reused`: the baseline came from the cache, so other initial weights mean a stale entry, not a fault."""
+        self.baseline, self.config, self.reduction = baseline, config, reduction
+        self.world, self.strategy = trainer.world, trainer.strategy
+        self.checks: list[Check] = []
+        self.gradients: list[GradientCheck] = []
+        self.summaries: dict[int, Summary] = {}
+        """Of the free steps' reduced gradients, whole, on every rank."""
+        self.mode = "free"
+        self.exact_state = True
+        """The state that the next step starts from is bitwise the baseline's."""
+        self.names = list(dict.fromkeys(slot.name for slot in trainer.strategy.slots(trainer.module)))
+        self.inexact_steps: list[int] = []
+        self.shadow = ShadowOptimizer(config, trainer)
+        self._norm_squared = math.nan
+        self._structure(trainer)
+        self._initial(trainer, reused)
+
+    @property
+    def num_steps(self) -> int:
+        return min(self.baseline.num_steps, self.config.steps)
+
+    # --- before the first step
+
+    def _structure(self, trainer: Trainer) -> None:
+        """The wrapped module has the plain model's parameters: no more, no fewer, none untied or tied anew."""
+        weights = self.baseline.weights(0)
+        expected = {p.name: p.shape for p in weights}
+        found = {slot.name: slot.shape for slot in trainer.strategy.slots(trainer.module)}
+        missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+        shapes = sorted(name for name in set(expected) & set(found) if expected[name] != found[name])
+        wrong = [
+            *(f"{n} is missing" for n in missing),
+            *(f"{n} is new" for n in extra),
+            *(f"{n} has another shape" for n in shapes),
+        ]
+        self._add("structure", 1, not wrong, "; ".join(wrong[:5]), parameter=(missing + extra + shapes + [None])[0])
+
+    def _initial(self, trainer: Trainer, reused: bool) -> None:
+        """Weights and buffers, as the wrapped module holds them before step 1, on every rank."""
+        weights = self._summary(trainer, gradients=False)
+        expected = self.baseline.weights(0)
+        different = [p.name for p in expected if p.name in weights and weights[p.name].digest != p.digest]
+        agree, ranks = self._replicas_agree(weights)
+        buffers = self._buffers_differ(trainer, self.baseline.facts["initial_buffers"])
+        if different and reused and len(different) == len(expected) and agree:
+            raise StaleBaseline(f"baseline {self.baseline.folder.name} was made from other initial weights")
+        detail = f"{len(different)} of {len(expected)} parameters differ, first {different[0]}" if different else ""
+        if not agree:
+            detail = f"ranks hold different weights: {ranks}"
+        self._add("initial_weights", 1, not different and agree, detail, ranks=ranks, parameter=(different + [None])[0])
+        self._add("initial_buffers", 1, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
+        self.exact_state = not different and not buffers
+
+    # --- a step's gradients
+
+    def on_gradients(self, backward: Backward, trainer: Trainer) -> None:
+        if backward.step > self.num_steps:
+            return
+        step, expected = backward.step, self.baseline.step(backward.step)
+        summary = self._summary(trainer, gradients=True)
+        self._norm_squared = sum(p.sum_squares for p in summary) if not any(p.nonfinite for p in summary) else math.inf
+        if self.mode == "free":
+            self.summaries[step] = summary
+        self._samples(backward, expected)
+        if self.mode == "free" and not self.exact_state:
+            self.inexact_steps.append(step)  # a later forced step decides; here only the trajectory is told
+            self._free_loss(backward, expected)
+        else:
+            self._loss(backward, expected)
+            self._nones(step, summary, expected)
+            agree, ranks = self._replicas_agree(self._local_summary)
+            self._add("replicas", step, agree, "" if agree else f"ranks hold different gradients: {ranks}", ranks=ranks)
+            self._compare_gradients(step, summary, expected, trainer)
+        if step == 1 and self.mode == "free":
+            self._plain_sgd_step(trainer)
+        self.shadow.take_gradients(trainer)
+
+    def _samples(self, backward: Backward, expected: dict[str, Any]) -> None:
+        digests = self.world.gather(str(sample_digest(backward.batches)))
+        wrong = [rank for rank, (a, b) in enumerate(zip(digests, expected["sample_digests"], strict=True)) if a != b]
+        same_set = sum(map(int, digests)) & MASK64 == sum(map(int, expected["sample_digests"])) & MASK64
+        detail = ""
+        if wrong:
+            what = "the same samples in another order" if same_set else "other samples"
+            detail = f"ranks {wrong} saw {what} than the baseline's"
+        self._add("samples", backward.step, not wrong, detail, ranks=wrong)
+
+    def _loss(self, backward: Backward, expected: dict[str, Any]) -> None:
+        """Before any communication, so every rank's own loss must be the replay's to the bit."""
+        shares = self.world.gather((backward.loss_sum, backward.count))
+        wrong = [
+            rank
+            for rank, (loss, _) in enumerate(shares)
+            if not _same_number(loss, expected["losses"][rank]) and not self._near(loss, expected["losses"][rank])
+        ]
+        counts = sorted({count for _, count in shares})
+        detail = ""
+        if wrong:
+            rank = wrong[0]
+            detail = f"rank {rank} has loss sum {shares[rank][0]!r}, the baseline {expected['losses'][rank]!r}"
+        if counts != [expected["count"]]:
+            detail = f"normalised by {counts}, the baseline by {expected['count']}"
+        self._add("loss", backward.step, not detail, detail, ranks=wrong)
+
+    def _near(self, a: float, b: float) -> bool:
+        """Where local arithmetic may differ legitimately, a loss within the noise allowance."""
+        if not self._noise_allowed():
+            return False
+        u = unit_roundoff(torch.float32 if self.config.precision.compute_dtype == "fp32" else torch.bfloat16)
+        return abs(a - b) <= 64 * u * max(abs(a), abs(b))
+
+    def _free_loss(self, backward: Backward, expected: dict[str, Any]) -> None:
+        total = sum(self.world.gather(backward.loss_sum)) / backward.count
+        drift = abs(total - expected["loss"]) / max(abs(expected["loss"]), 1e-300)
+        self._add("trajectory", backward.step, True, f"loss differs by {drift:.3g} relative: rounding of earlier steps")
+
+    def _nones(self, step: int, summary: Summary, expected: dict[str, Any]) -> None:
+        """A gradient that is None where the baseline has one, or the other way round (all zeros count as None)."""
+        absent = set(expected["nones"])
+        wrong = []
+        for parameter in summary:
+            here = parameter.is_none
+            zero = parameter.elements and parameter.zeros == parameter.elements
+            if here and parameter.name not in absent:
+                wrong.append(f"{parameter.name} has no gradient")
+            elif not here and parameter.name in absent and not zero:
+                wrong.append(f"{parameter.name} has a gradient, the baseline none")
+        self._add(
+            "none_gradients", step, not wrong, "; ".join(wrong[:5]), parameter=wrong[0].split()[0] if wrong else None
+        )
+
+    def _compare_gradients(self, step: int, summary: Summary, expected: dict[str, Any], trainer: Trainer) -> None:
+        reference = self.baseline.summary(step)
+        absent = set(expected["nones"])
+        rest = [
+            p.name
+            for p in reference
+            if p.name not in absent and p.name in summary and summary[p.name].digest != p.digest
+        ]
+        found = {p.name for p in summary if not p.is_none}
+        rows = []
+        for parameter in reference:
+            if parameter.name in absent or parameter.name in rest or parameter.name not in found:
+                continue
+            u = unit_roundoff(torch.float32)
+            rows.append(
+                GradientCheck(
+                    parameter.name,
+                    step,
+                    self.mode,
+                    Tier.bitwise,
+                    0.0,
+                    1.0,
+                    1.0,
+                    0.0,
+                    0,
+                    parameter.nonfinite,
+                    2 * u,
+                    0.0,
+                )
+            )
+        rows += self._within_bound(step, [name for name in rest if name in found], expected, trainer)
+        order = {name: index for index, name in enumerate(self.names)}
+        rows.sort(key=lambda row: order[row.name])
+        self.gradients += rows
+        failed = [row for row in rows if row.tier == Tier.fail]
+        worst = max(failed, key=lambda row: row.relative_l2 if row.relative_l2 is not None else math.inf, default=None)
+        tier = max((ORDER.index(Tier(row.tier)) for row in rows), default=0)
+        self._add(
+            "gradients",
+            step,
+            not failed,
+            "" if worst is None else f"{len(failed)} of {len(rows)} parameters outside the bound, worst {worst.name}",
+            tier=ORDER[tier].value,
+            parameter=None if worst is None else worst.name,
+        )
+
+    def _within_bound(
+        self, step: int, names: list[str], expected: dict[str, Any], trainer: Trainer
+    ) -> list[GradientCheck]:
+        """Elementwise against the bound, each rank on its own slice; two small all-reduces for all parameters."""
+        if not names:
+            return []
+        slots: dict[str, list[Slot]] = {name: [] for name in names}
+        for slot in trainer.strategy.slots(trainer.module):
+            if slot.name in slots:
+                slots[slot.name].append(slot)
+        sums = torch.zeros(len(names), 6, dtype=torch.float64)
+        maxima = torch.zeros(len(names), 3, dtype=torch.float64)
+        scale = float(expected["scale"])
+        with self.baseline.tensors(step) as file:
+            for row, name in enumerate(names):
+                mean, size = file.get_tensor(f"G/{name}"), file.get_tensor(f"A/{name}")
+                for slot in slots[name]:
+                    gradient = slot.parameter.grad
+                    local = (
+                        slot.cut(trainer.strategy.local(gradient)).cpu()
+                        if gradient is not None
+                        else torch.zeros(slot.numel)
+                    )
+                    part = compare(local, slot.slice_of(mean), slot.slice_of(size), self.reduction, scale)
+                    sums[row] += part[0]
+                    maxima[row] = torch.maximum(maxima[row], part[1])
+        group = self.strategy.shard_group
+        if group is not None:
+            sums, maxima = sums.to(self.world.device), maxima.to(self.world.device)
+            dist.all_reduce(sums, group=group)
+            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        return [
+            self._judge(step, name, row, top, int(numel))
+            for name, row, top, numel in zip(names, sums.tolist(), maxima.tolist(), self._numels(names), strict=True)
+        ]
+
+    def _numels(self, names: list[str]) -> list[int]:
+        reference = self.baseline.weights(0)
+        return [reference[name].numel for name in names]
+
+    def _judge(self, step: int, name: str, sums: list[float], maxima: list[float], numel: int) -> GradientCheck:
+        error, mean_square, product, own_square, violations, nonfinite = sums
+        margin, power_scale, power_element = maxima
+        relative = None if mean_square == 0 else math.sqrt(error / mean_square)
+        tolerance = self.config.gate.tolerance
+        if tolerance is not None:
+            inside = relative is not None and relative <= tolerance
+            tier = Tier.tolerance if inside and not nonfinite else Tier.fail
+            margin = math.inf if relative is None else relative / tolerance
+            power_scale = tolerance
+        elif violations == 0 and self.reduction.reduces:
+            tier = Tier.bound
+        elif self._noise_allowed() and self._within_noise(name, relative) and not nonfinite:
+            tier = Tier.noise
+        else:
+            tier = Tier.fail
+        rms = math.sqrt(mean_square / numel) if numel else 0.0
+        return GradientCheck(
+            name=name,
+            step=step,
+            mode=self.mode,
+            tier=tier.value,
+            relative_l2=relative,
+            cosine=None if own_square == 0 or mean_square == 0 else product / math.sqrt(own_square * mean_square),
+            alpha=None if mean_square == 0 else product / mean_square,
+            margin=margin,
+            violations=int(violations),
+            nonfinite=int(nonfinite),
+            power_scale=1 / power_scale if power_scale else math.inf,
+            power_element=math.inf if rms == 0 else power_element / rms,
+        )
+
+    def _noise_allowed(self) -> bool:
+        """On CPU every kernel here is deterministic and the replay's own, so nothing is owed to noise."""
+        return self.config.gate.noise and self.world.device.type == "cuda"
+
+    def _within_noise(self, name: str, relative: float | None) -> bool:
+        floor = (self.baseline.facts.get("noise_floor") or {}).get(name)
+        return floor is not None and relative is not None and relative <= self.config.gate.kappa * floor
+
+    # --- a step's update
+
+    def _plain_sgd_step(self, trainer: Trainer) -> None:
+        """One plain SGD step of size 1 through the optimizer's own parameters must move the module's own: an optimizer
+        that holds dead parameters, or gradients that are not its parameters', shows here whatever the learning rate."""
+        moved = self.shadow.plain_sgd_moves(trainer)
+        stuck = sorted({name for names in self.world.gather(moved) for name in names})
+        self._add(
+            "plain_sgd",
+            1,
+            not stuck,
+            f"a step of plain SGD through the optimizer does not move {', '.join(stuck[:5])}" if stuck else "",
+            parameter=stuck[0] if stuck else None,
+        )
+
+    def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
+        if metrics.step > self.num_steps:
+            return
+        step, expected = metrics.step, self.baseline.step(metrics.step)
+        self._norm_and_clip(metrics)
+        self._update(step, metrics, trainer)
+        weights = self._summary(trainer, gradients=False)
+        agree, ranks = self._replicas_agree(self._local_summary)
+        self._add("replicas_after", step, agree, "" if agree else f"ranks hold different weights: {ranks}", ranks=ranks)
+        buffers = self._buffers_differ(trainer, expected["buffers"])
+        exact = all(p.name in weights and weights[p.name].digest == p.digest for p in self.baseline.weights(step))
+        if self.mode == "free":
+            if self.exact_state:
+                self._add("buffers", step, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
+            self.exact_state = self.exact_state and exact and not buffers
+
+    def _norm_and_clip(self, metrics: StepMetrics) -> None:
+        """The norm the trainer clipped by against the gradient's own, and the coefficient it used."""
+        norm = math.sqrt(self._norm_squared) if math.isfinite(self._norm_squared) else math.inf
+        clip = self.config.clip_norm
+        detail = ""
+        if not math.isfinite(norm):
+            if math.isfinite(metrics.grad_norm):
+                detail = f"norm {metrics.grad_norm!r}, but gradients are not finite"
+        elif abs(metrics.grad_norm - norm) > 1e-9 * norm:
+            detail = f"norm {metrics.grad_norm!r}, the gradients' own is {norm!r}"
+        self._add("norm", metrics.step, not detail, detail)
+        if math.isfinite(norm):
+            wanted = norm if clip is None else norm * min(1.0, clip / (norm + 1e-6))
+            wrong = abs(metrics.grad_norm_clipped - wanted) > 1e-6 * max(wanted, 1e-300)
+            detail = f"clipped to norm {metrics.grad_norm_clipped!r}, should be {wanted!r}" if wrong else ""
+            self._add("clip", metrics.step, not wrong, detail)
+
+    def _update(self, step: int, metrics: StepMetrics, trainer: Trainer) -> None:
+        """Parameters after the run's optimizer, against a plain optimizer fed the same gradients."""
+        norm = math.sqrt(self._norm_squared) if math.isfinite(self._norm_squared) else math.inf
+        wrong = self.shadow.check_update(trainer, norm)
+        everywhere: dict[str, float] = {}
+        for share in self.world.gather(wrong):
+            for name, size in share.items():
+                everywhere[name] = max(size, everywhere.get(name, 0.0))
+        worst = max(everywhere, key=lambda name: everywhere[name], default=None)
+        lr = self.shadow.learning_rate
+        detail = f"{len(everywhere)} parameters moved otherwise than {self.config.optimizer.name} with lr {lr:.6g} moves them, worst {worst}"
+        self._add("update", step, not everywhere, detail if everywhere else "", parameter=worst)
+
+    # --- forced steps and the verdict
+
+    def forced_steps(self, trainer: Trainer) -> None:
+        """Run each gate step that started from rounded weights again, from the baseline's own state."""
+        steps = self.inexact_steps
+        if not steps:
+            return
+        saved = snapshot(trainer)
+        shadow, self.mode = self.shadow, "forced"
+        observers, trainer.observers = trainer.observers, [self]
+        for step in steps:
+            load_state(trainer, self.baseline, step - 1)
+            self.exact_state = True
+            self.shadow = ShadowOptimizer(self.config, trainer, from_optimizer=trainer.optimizer)
+            self.on_step(trainer.train_step(), trainer)
+        restore(trainer, saved)
+        self.shadow, self.mode, trainer.observers = shadow, "free", observers
+
+    def verdict(self) -> Verdict:
+        passed = all(check.passed for check in self.checks)
+        tier = max((ORDER.index(Tier(g.tier)) for g in self.gradients), default=0)
+        return Verdict(passed, ORDER[tier] if passed else Tier.fail, self.checks, self.gradients, len(self.names))
+
+    # --- helpers
+
+    def _add(self, name: str, step: int, passed: bool, detail: str = "", **more: Any) -> None:
+        self.checks.append(Check(name, step, self.mode, passed, detail=detail, **more))
+
+    def _summary(self, trainer: Trainer, gradients: bool) -> Summary:
+        """Whole summary of gradients or weights; this rank's own part is kept for the comparison of replicas."""
+        shards = []
+        for slot in trainer.strategy.slots(trainer.module):
+            source: Tensor | None = slot.parameter.grad if gradients else slot.parameter
+            shards.append(slot.shard(None if source is None else trainer.strategy.local(source.detach())))
+        self._local_summary = summarize(shards)
+        return self._local_summary.reduce(self.strategy.shard_group)
+
+    def _replicas_agree(self, local: Summary) -> tuple[bool, list[int]]:
+        """Whether ranks that hold the same elements hold the same bits; the ranks in the minority."""
+        if self.strategy.num_replicas == 1 or self.world.size == 1:
+            return True, []
+        digests = self.world.gather(tuple((p.name, p.digest) for p in local))
+        common = max(set(digests), key=digests.count)
+        ranks = [rank for rank, digest in enumerate(digests) if digest != common]
+        return not ranks, ranks
+
+    def _buffers_differ(self, trainer: Trainer, expected: list[dict[str, str]]) -> list[tuple[int, str]]:
+        """(rank, buffer) pairs that differ from the baseline's buffers of that rank."""
+        own = {trainer.strategy.canonical_name(name): tensor_digest(b) for name, b in trainer.module.named_buffers()}
+        return [
+            (rank, name)
+            for rank, found in enumerate(self.world.gather(own))
+            for name, digest in expected[rank].items()
+            if found.get(name) != digest
+        ]
+
+
+def compare(
+    gradient: Tensor, mean: Tensor, magnitude: Tensor, reduction: Reduction, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One slice of a reduced gradient against G and A.
+
+    Returns fp64 sums [|g-G|^2, |G|^2, <g,G>, |g|^2, elements outside the bound, illegal non-finite elements] and maxima
+    [error / bound, |G| / (2 bound), 2 bound].
+    """
+    g, exact = gradient.double(), mean.double()
+    bound = reduction.elementwise(magnitude, scale)
+    finite = g.isfinite() & exact.isfinite()
+    legal = reduction.may_overflow(magnitude, scale) | (~exact.isfinite() & ~g.isfinite())
+    error = torch.where(finite, (g - exact).abs(), torch.zeros_like(g))
+    illegal = ~finite & ~legal
+    outside = (error > bound) | illegal
+    ratio = torch.where(error == 0, torch.zeros_like(error), error / bound)  # 0 / 0 where both are exactly zero
+    clean_g, clean_mean = torch.where(finite, g, 0.0), torch.where(finite, exact, 0.0)
+    sums = [
+        error.square().sum(),
+        clean_mean.square().sum(),
+        (clean_g * clean_mean).sum(),
+        clean_g.square().sum(),
+        outside.sum(),
+        illegal.sum(),
+    ]
+    if g.numel() == 0:
+        return torch.zeros(6, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    most = torch.where(illegal.any(), torch.tensor(math.inf, dtype=torch.float64), ratio.max())
+    power = torch.where(bound > 0, clean_mean.abs() / (2 * bound), torch.zeros_like(bound))
+    return torch.stack([s.double() for s in sums]), torch.stack([most, power.max(), 2 * bound.max()])
+
+
+def _same_number(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+def _listed(buffers: list[tuple[int, str]]) -> str:
+    return ", ".join(f"{name} on rank {rank}" for rank, name in buffers[:5])
+
+
+def verdict_tree(verdict: Verdict, baseline: Baseline, reused: bool) -> dict[str, Any]:
+    """gate.json's content (docs/run-folder.md)."""
+    first = [g for g in verdict.gradients if g.step == 1]
+    power = max((g.power_scale for g in first), default=None)
+    element = max((g.power_element for g in first), default=None)
+    squares = [g.relative_l2 for g in first if g.relative_l2 is not None]
+    return {
+        "schema": 1,
+        "passed": verdict.passed,
+        "tier": verdict.tier.value,
+        "text": verdict.text(),
+        "num_parameters": verdict.num_parameters,
+        "power": {
+            "relative_scale_error": power,
+            "single_element_over_rms": element,
+            "meaning": "the smallest errors this gate was sure to catch in any parameter of step 1",
+        },
+        "parallel_error": max(squares, default=None),
+        "precision_error": baseline.facts["precision_error"],
+        "precision_error_reason": baseline.facts["precision_error_reason"],
+        "baseline": {"folder": baseline.folder.name, "reused": reused, "seconds": baseline.facts["seconds"]},
+        "checks": [asdict(check) for check in verdict.checks],
+        "gradients": [asdict(gradient) for gradient in verdict.gradients],
+    }

@@ -1,0 +1,71 @@
+"""The gate's place in a run: hold the first steps against the baseline, explain a failure, write gate.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from distbench.config import Config
+from distbench.numerics.baseline import Baseline
+from distbench.numerics.cache import BaselineEntry
+from distbench.numerics.gate import Gate, Verdict, verdict_tree
+from distbench.numerics.recorder import GradientLog
+from distbench.runs.files import write_json
+from distbench.runs.folder import RunFolder
+from distbench.trainer import Trainer
+
+
+def pass_gate(config: Config, entry: BaselineEntry | None, trainer: Trainer, folder: RunFolder) -> dict[str, Any]:
+    """Run the gate's steps and return the record's `gate` section; `passed` is None where the gate is off.
+
+    The trainer is left where the run itself is: after the gate's free steps. A collective.
+    """
+    if entry is None:
+        log = GradientLog(folder, trainer)
+        trainer.observers = [log, *trainer.observers]
+        trainer.run(until=1)
+        return {"passed": None, "tier": None, "text": "gate off: ungated, never ranked", "name": config.gate.name}
+
+    baseline = Baseline(Path(entry.path))
+    gate = Gate(baseline, config, type(trainer.strategy).reduction(config), trainer, entry.reused)
+    observers = trainer.observers
+    trainer.observers = [gate, *observers]
+    trainer.run(until=gate.num_steps)
+    gate.forced_steps(trainer)
+    trainer.observers = observers
+
+    verdict = gate.verdict()
+    tree = verdict_tree(verdict, baseline, entry.reused)
+    if not verdict.passed and config.gate.locate:
+        from distbench.numerics.diagnose import diagnose
+        from distbench.numerics.locate import locate
+
+        location = locate(config, baseline, trainer, verdict)
+        diagnosis = diagnose(verdict, location, config)
+        tree["location"], tree["diagnosis"] = location.to_dict(), diagnosis.to_dict()
+        tree["text"] = f"{tree['text']} -> {diagnosis.text}"
+    if trainer.world.rank == 0:
+        write_json(folder.path / "gate.json", tree)
+        for step, summary in gate.summaries.items():
+            folder.write_gradients(step, summary)
+    return gate_section(tree, config, verdict)
+
+
+def gate_section(tree: dict[str, Any], config: Config, verdict: Verdict) -> dict[str, Any]:
+    """What of gate.json the record repeats."""
+    precision = tree["precision_error"]
+    worst = max((g.margin for g in verdict.gradients), default=None)
+    return {
+        "name": config.gate.name,
+        "passed": tree["passed"],
+        "tier": tree["tier"],
+        "text": tree["text"],
+        "worst_margin": worst,
+        "parallel_error": tree["parallel_error"],
+        "precision_error": None if precision is None else precision["relative_l2"],
+        "precision_error_reason": tree["precision_error_reason"],
+        "power": tree["power"],
+        "baseline": tree["baseline"],
+        "diagnosis": tree.get("diagnosis"),
+        "location": tree.get("location"),
+    }

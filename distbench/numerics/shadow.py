@@ -1,0 +1,118 @@
+"""A plain optimizer beside the run's: fed the run's own gradients, it says where the parameters must be after a step.
+
+It separates what the optimizer does (groups, decay, learning rate, state, clipping) from what the gradients are, at any
+world size and without a tolerance that depends on it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+
+from distbench.config import Config
+from distbench.numerics.bounds import unit_roundoff
+from distbench.optim import build_optimizer, build_schedule
+from distbench.strategies.slots import Slot
+from distbench.trainer import Trainer
+
+
+class ShadowOptimizer:
+    """The config's optimizer over plain copies of this rank's pieces."""
+
+    def __init__(self, config: Config, trainer: Trainer, from_optimizer: torch.optim.Optimizer | None = None) -> None:
+        """`from_optimizer`: take over its state (a forced step starts from the baseline's moments)."""
+        self.config = config
+        self.slots = trainer.strategy.slots(trainer.module)
+        self.copies = [
+            nn.Parameter(self._own(slot, trainer).clone(), slot.parameter.requires_grad) for slot in self.slots
+        ]
+        named = [(slot.name, parameter) for slot, parameter in zip(self.slots, self.copies, strict=True)]
+        self.optimizer = build_optimizer(config.optimizer, named, {slot.name: len(slot.shape) for slot in self.slots})
+        self.schedule = build_schedule(config.optimizer, self.optimizer, config.steps)
+        self.learning_rate = self.schedule.get_last_lr()[0]
+        self.scaled = trainer.scaler.enabled
+        if from_optimizer is not None:
+            self._take_state(from_optimizer, trainer)
+
+    def _take_state(self, optimizer: torch.optim.Optimizer, trainer: Trainer) -> None:
+        for slot, own in zip(self.slots, self.copies, strict=True):
+            for key, value in optimizer.state.get(slot.parameter, {}).items():
+                if not isinstance(value, Tensor):
+                    continue
+                local = trainer.strategy.local(value)
+                self.optimizer.state[own][key] = local.clone() if local.dim() == 0 else slot.cut(local).clone()
+        self.schedule.load_state_dict(copy.deepcopy(trainer.schedule.state_dict()))
+        for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
+            group["lr"] = lr
+
+    def _own(self, slot: Slot, trainer: Trainer) -> Tensor:
+        return slot.cut(trainer.strategy.local(slot.parameter.detach()))
+
+    @torch.no_grad()
+    def plain_sgd_moves(self, trainer: Trainer) -> list[str]:
+        """Names of parameters that one plain SGD step of size 1, through the optimizer's parameters, does not move to
+        p - g. The parameters are put back as they were."""
+        held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+        saved = [trainer.strategy.local(p.detach()).clone() for p in held]
+        before = [self._own(slot, trainer).clone() for slot in self.slots]
+        for parameter in held:
+            if parameter.grad is not None:
+                trainer.strategy.local(parameter.detach()).sub_(trainer.strategy.local(parameter.grad))
+        stuck = []
+        for slot, start in zip(trainer.strategy.slots(trainer.module), before, strict=True):
+            gradient = slot.parameter.grad
+            if gradient is None or slot.numel == 0:
+                continue
+            wanted = start - slot.cut(trainer.strategy.local(gradient))
+            if not torch.equal(torch.nan_to_num(self._own(slot, trainer)), torch.nan_to_num(wanted)):
+                stuck.append(slot.name)
+        for parameter, value in zip(held, saved, strict=True):
+            trainer.strategy.local(parameter.detach()).copy_(value)
+        return stuck
+
+    def take_gradients(self, trainer: Trainer) -> None:
+        """Copy the reduced, unscaled, unclipped gradients and the weights that the step starts from."""
+        self.slots = trainer.strategy.slots(trainer.module)
+        for slot, own in zip(self.slots, self.copies, strict=True):
+            own.data.copy_(self._own(slot, trainer))
+            gradient = slot.parameter.grad
+            own.grad = None if gradient is None else slot.cut(trainer.strategy.local(gradient)).clone()
+
+    @torch.no_grad()
+    def check_update(self, trainer: Trainer, norm: float) -> dict[str, float]:
+        """Step the shadow as the trainer should have, and return the parameters that ended elsewhere, with their largest
+        error over what the roundings of one elementwise update can explain.
+
+        The allowance: 4 u |p| for the final additions and 64 u |update| for the chain of products, quotients and a root
+        that makes the update (fewer than 32 operations in torch's AdamW, each off by at most u, in both computations).
+        """
+        before = [own.detach().clone() for own in self.copies]
+        self.learning_rate = self.schedule.get_last_lr()[0]
+        if not (self.scaled and not math.isfinite(norm)):
+            clip = self.config.clip_norm
+            coefficient = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
+            if coefficient < 1.0:
+                for own in self.copies:
+                    if own.grad is not None:
+                        own.grad.mul_(coefficient)
+            with torch.enable_grad():
+                self.optimizer.step()
+            self.schedule.step()
+        wrong: dict[str, float] = {}
+        for slot, own, start in zip(self.slots, self.copies, before, strict=True):
+            if slot.numel == 0:
+                continue
+            here, there = self._own(slot, trainer), own.detach()
+            u = unit_roundoff(here.dtype)
+            update = (there - start).abs()
+            allowed = 4 * u * torch.maximum(here.abs(), start.abs()) + 64 * u * update
+            error = (here - there).abs()
+            both_nan = here.isnan() & there.isnan()
+            bad = ~(error <= allowed) & ~both_nan & ~(here == there)
+            if bool(bad.any()):
+                ratio = error[bad] / allowed[bad].clamp_min(torch.finfo(here.dtype).tiny)
+                wrong[slot.name] = float(torch.nan_to_num(ratio, nan=math.inf).max())
+        return wrong

@@ -1,0 +1,113 @@
+"""Putting a wrapped trainer into a state: the baseline's, for a forced step, or its own of a moment ago."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distbench.numerics.baseline import Baseline
+from distbench.trainer import Trainer
+
+
+@dataclass
+class Snapshot:
+    step: int
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+    optimizer: list[dict[str, Any]]
+    schedule: dict[str, Any]
+    learning_rates: list[float]
+    scale: float
+    good_steps: int
+
+
+def snapshot(trainer: Trainer) -> Snapshot:
+    """Copies of everything a step changes on this rank."""
+    local = trainer.strategy.local
+    held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    return Snapshot(
+        step=trainer.step,
+        parameters=[local(p.detach()).clone() for p in trainer.module.parameters()],
+        buffers=[b.detach().clone() for b in trainer.module.buffers()],
+        optimizer=[
+            {
+                key: local(value).clone() if isinstance(value, Tensor) else copy.copy(value)
+                for key, value in trainer.optimizer.state.get(p, {}).items()
+            }
+            for p in held
+        ],
+        schedule=copy.deepcopy(trainer.schedule.state_dict()),
+        learning_rates=[group["lr"] for group in trainer.optimizer.param_groups],
+        scale=trainer.scaler.scale,
+        good_steps=trainer.scaler.good_steps,
+    )
+
+
+@torch.no_grad()
+def restore(trainer: Trainer, saved: Snapshot) -> None:
+    """Back to a snapshot of the same trainer."""
+    local = trainer.strategy.local
+    trainer.step = saved.step
+    for parameter, value in zip(trainer.module.parameters(), saved.parameters, strict=True):
+        local(parameter.detach()).copy_(value)
+    for buffer, value in zip(trainer.module.buffers(), saved.buffers, strict=True):
+        buffer.copy_(value)
+    held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    for parameter, values in zip(held, saved.optimizer, strict=True):
+        if not values:
+            trainer.optimizer.state.pop(parameter, None)
+            continue
+        state = trainer.optimizer.state[parameter]
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                local(state[key]).copy_(value)
+            else:
+                state[key] = value
+    trainer.schedule.load_state_dict(copy.deepcopy(saved.schedule))
+    for group, lr in zip(trainer.optimizer.param_groups, saved.learning_rates, strict=True):
+        group["lr"] = lr
+    trainer.scaler.scale, trainer.scaler.good_steps = saved.scale, saved.good_steps
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def load_state(trainer: Trainer, baseline: Baseline, step: int) -> None:
+    """The baseline's state after `step` steps (0: initial): weights, moments, this rank's buffers, schedule, scaler.
+
+    Each rank copies its own slices; the files are memory-mapped.
+    """
+    local = trainer.strategy.local
+    trainer.optimizer.zero_grad(set_to_none=True)
+    with baseline.tensors(step) as file:
+        keys = set(file.keys())
+        for slot in trainer.strategy.slots(trainer.module):
+            slot.cut(local(slot.parameter.detach())).copy_(slot.slice_of(file.get_tensor(f"P/{slot.name}")))
+            for key, value in trainer.optimizer.state.get(slot.parameter, {}).items():
+                if not isinstance(value, Tensor) or f"O/{key}/{slot.name}" not in keys:
+                    continue
+                stored = file.get_tensor(f"O/{key}/{slot.name}")
+                here = local(value)
+                if here.dim() == 0:
+                    here.copy_(stored)
+                else:
+                    slot.cut(here).copy_(slot.slice_of(stored))
+        for name, buffer in trainer.module.named_buffers():
+            buffer.copy_(file.get_tensor(f"B{trainer.world.rank}/{trainer.strategy.canonical_name(name)}"))
+    if step == 0:
+        trainer.optimizer.state.clear()
+    done = [baseline.step(number) for number in range(1, step + 1)]
+    trainer.step = step
+    updates = sum(not facts["skipped"] for facts in done)
+    lrs = trainer.schedule.base_lrs
+    trainer.schedule.last_epoch = updates
+    for group, base, rule in zip(trainer.optimizer.param_groups, lrs, trainer.schedule.lr_lambdas, strict=True):
+        group["lr"] = base * rule(updates)
+    trainer.schedule._last_lr = [group["lr"] for group in trainer.optimizer.param_groups]
+    trainer.scaler.scale = done[-1]["next_scale"] if done else trainer.scaler.config.init_scale
+    if not trainer.scaler.enabled:
+        trainer.scaler.scale = 1.0
+    trainer.scaler.good_steps = done[-1]["good_steps"] if done else 0
