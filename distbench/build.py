@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from distbench.config import Config, batch_shape, not_applicable
+from distbench.config import Fault as FaultConfig
 from distbench.data.batches import SampleAddressedBatches, build_source
-from distbench.errors import NonDeterministicStart
+from distbench.errors import NonDeterministicStart, UserModelError
+from distbench.faults.base import Fault
 from distbench.launching.world import World
 from distbench.losses import LossFunction
-from distbench.models.build import block_classes, build_model, weights_digest
+from distbench.models.build import block_classes, build_model, locate, weights_digest
 from distbench.optim import build_optimizer, build_schedule
 from distbench.precision import PrecisionPolicy, Scaler, dtype_name
 from distbench.strategies import build_strategy
@@ -54,7 +56,8 @@ def build_trainer(config: Config, world: World) -> tuple[Trainer, dict[str, Any]
     dims = {name: parameter.dim() for name, parameter in model.named_parameters()}
     rows = unit_rows(describe_units(model, units)) if shards else []
 
-    module = strategy.wrap(model, policy, units)
+    fault = build_fault(config.fault)
+    module = strategy.wrap(fault.before_wrap(model, world), policy, units)
     named = [(strategy.canonical_name(name), parameter) for name, parameter in module.named_parameters()]
     optimizer = build_optimizer(config.optimizer, named, dims)
     trainer = Trainer(
@@ -73,8 +76,21 @@ def build_trainer(config: Config, world: World) -> tuple[Trainer, dict[str, Any]
         sync_each_micro_batch=config.accumulation_sync,
         seed=config.seed.model,
     )
+    fault.install(trainer)
     facts = {"model": plain, "initial_weights": start, "units": rows, "wrapper": strategy.facts(module)}
     return trainer, facts
+
+
+def build_fault(fault: FaultConfig) -> Fault:
+    """The configured fault; without one, one that does nothing."""
+    if fault._target_ is None:
+        return Fault()
+    built = locate(fault._target_, "fault._target_")(**fault.kwargs)
+    if not isinstance(built, Fault):
+        raise UserModelError(
+            f"fault._target_={fault._target_} returned {type(built).__name__}, not a distbench.faults.base.Fault"
+        )
+    return built
 
 
 def _same_start(model: nn.Module, world: World) -> str:

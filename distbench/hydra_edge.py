@@ -38,9 +38,13 @@ def label(*parts: Any) -> str:
     return _slug("_".join(str(part) for part in parts if part is not None))
 
 
+swept: set[str] = set()
+"""Keys that the running sweep varies; a cell is named by them alone. Filled in when a sweep starts."""
+
+
 def cell(num: int, overrides: str, *fallback: Any) -> str:
-    """Folder name of one cell of a sweep: its number, then what was set."""
-    words = [word for word in overrides.split(",") if word and not word.lstrip("+").startswith("recipes=")]
+    """Folder name of one cell of a sweep: its number, then what distinguishes it."""
+    words = [word for word in overrides.split(",") if word and word.split("=")[0] in (swept or [word.split("=")[0]])]
     return f"{int(num):03d}_{_slug(','.join(words)) or label(*fallback)}"
 
 

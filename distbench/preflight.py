@@ -20,7 +20,7 @@ from distbench.config import (
 )
 from distbench.data.batches import build_source
 from distbench.errors import ConfigError, UserModelError
-from distbench.models.build import block_classes, build_model
+from distbench.models.build import block_classes, build_model, locate
 from distbench.precision import DTYPES
 from distbench.wrapping import unit_names
 
@@ -36,6 +36,8 @@ def preflight(config: Config) -> tuple[Config, nn.Module | None, list[str]]:
     """
     config, notes = _supported_precision(config)
     build_source(config.data, config.seed)
+    if config.fault._target_ is not None:
+        locate(config.fault._target_, "fault._target_")
     model = _meta_model(config)
     if model is not None:
         notes += _check_units(config, model)

@@ -14,6 +14,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
+from distbench import hydra_edge
 from distbench.config import Config, digest, effective, from_container, validate
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import write_json
@@ -109,6 +110,7 @@ class SweepCallback(Callback):
         loader = GlobalHydra.instance().config_loader()
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         overrides = OverridesParser.create(loader).parse_overrides([*params, *config.hydra.overrides.task])
+        hydra_edge.swept.update(o.get_key_element() for o in overrides if o.is_sweep_override())
         (cells,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
         for cell in cells:
             _refuse(loader.load_sweep_config(config, list(cell)), where=f"in {' '.join(cell)}: ")
@@ -116,7 +118,7 @@ class SweepCallback(Callback):
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.mode is RunMode.MULTIRUN:
-            print(f"[{config.hydra.job.num}] {config.hydra.job.override_dirname.replace(',', ' ')}", flush=True)
+            print(f"[{config.hydra.job.num}] {Path(config.hydra.sweep.subdir).name.partition('_')[2]}", flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         from distbench.report.console import print_sweep

@@ -112,11 +112,12 @@ class Verdict:
     def text(self) -> str:
         if self.passed:
             compared = [g for g in self.gradients if g.step == 1]
-            at = sum(g.tier == self.tier for g in compared)
-            label = "bound" if self.tier is Tier.bound else self.tier.value
-            worst = max((g.margin for g in self.gradients if g.tier == Tier.bound), default=None)
-            margin = "" if worst is None else f", worst margin {worst:.2g}"
-            return f"gate PASSED ({label}, {at} of {self.num_parameters} parameters{margin})"
+            bitwise = sum(g.tier == Tier.bitwise for g in compared)
+            parameters = f"{len(compared)} of {self.num_parameters} parameters"
+            if self.tier is Tier.bitwise:
+                return f"gate PASSED (bitwise, {parameters})"
+            worst = max(g.margin for g in self.gradients if g.tier == self.tier)
+            return f"gate PASSED ({self.tier.value}, {parameters}, {bitwise} of them bitwise, worst margin {worst:.2g})"
         check = self.first_failure
         assert check is not None
         worst_gradient = self.worst_gradient()
