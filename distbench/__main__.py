@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 
-COMMANDS: dict[str, tuple[str, str]] = {}
+COMMANDS: dict[str, tuple[str, str]] = {
+    "diff": ("distbench.diff", "what differs between two runs, where first, why"),
+    "selftest": ("distbench.selftest", "inject known bugs, show that each is caught"),
+}
 """Subcommand -> (module with `main(argv) -> exit code`, what it does)."""
 
 HELP = """\
@@ -89,11 +93,42 @@ def _run(argv: list[str]) -> int:
     """Compose with Hydra and run, once or as a sweep; a torchrun rank other than 0 only follows."""
     from distbench.config import joined_world
 
-    if joined_world() is not None and os.environ["RANK"] != "0":
-        from distbench.launching.joined import follow
+    if joined_world() is None:
+        signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing started outlives this process
+        return _compose_and_run(argv)
+    from distbench.launching import joined
 
-        return follow()
-    return _compose_and_run(argv)
+    if os.environ["RANK"] != "0":
+        return joined.follow()
+    code: int = ExitCode.USAGE
+    try:
+        code = _compose_and_run(argv)
+    finally:
+        joined.release(code)
+    return code
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+VALUED = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "-c", "-p", "-cp", "-cn", "-cd"}
+"""Hydra's flags that take a value in the next word."""
+
+
+def _flags_first(argv: list[str]) -> list[str]:
+    """Flags before overrides: argparse takes them in any order, but not overrides on both sides of a flag."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("-"):
+            overrides.append(word)
+            continue
+        flags.append(word)
+        if word in VALUED:
+            flags += [value for value in [next(words, None)] if value is not None]
+    return [*flags, *overrides]
 
 
 def _compose_and_run(argv: list[str]) -> int:
@@ -109,7 +144,7 @@ def _compose_and_run(argv: list[str]) -> int:
     register_resolvers()
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them and exiting with 1
-    sys.argv = [sys.argv[0], *argv]
+    sys.argv = [sys.argv[0], *_flags_first(argv)]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(sweep.run_cell)()
     except (HydraException, OmegaConfBaseException) as error:

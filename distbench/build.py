@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from distbench.models.build import block_classes, build_model, locate, weights_d
 from distbench.optim import build_optimizer, build_schedule
 from distbench.precision import PrecisionPolicy, Scaler, dtype_name
 from distbench.strategies import build_strategy
-from distbench.trainer import Trainer
+from distbench.trainer import Backward, Observer, StepMetrics, Trainer
 from distbench.wrapping import describe_units, unit_names, unit_rows
 
 
@@ -57,7 +55,7 @@ def build_trainer(config: Config, world: World) -> tuple[Trainer, dict[str, Any]
     rows = unit_rows(describe_units(model, units)) if shards else []
 
     fault = build_fault(config.fault)
-    module = strategy.wrap(fault.before_wrap(model, world), policy, units)
+    module = fault.wrap(strategy, model, policy, units)
     named = [(strategy.canonical_name(name), parameter) for name, parameter in module.named_parameters()]
     optimizer = build_optimizer(config.optimizer, named, dims)
     trainer = Trainer(
@@ -105,35 +103,36 @@ def _same_start(model: nn.Module, world: World) -> str:
     return digests[0]
 
 
-@contextmanager
-def effective_dtypes(trainer: Trainer) -> Iterator[dict[str, str | None]]:
-    """Around one training step: fills in the dtypes that were really there, read from the built objects.
+class EffectiveDtypes(Observer):
+    """Reads back, in the first step, the dtypes that are really there: of parameters, compute, gradients, reduction,
+    optimizer state and buffers. `compute` is the dtype of the first parameterised leaf's output in forward."""
 
-    `compute` is the dtype of the first parameterised leaf's output in forward.
-    """
-    seen: dict[str, str | None] = {}
-    leaf = next(
-        module for module in trainer.module.modules() if not list(module.children()) and list(module.parameters())
-    )
+    def __init__(self, trainer: Trainer) -> None:
+        self.seen: dict[str, str | None] = {"compute": None}
+        leaves = (m for m in trainer.module.modules() if not list(m.children()) and list(m.parameters(recurse=False)))
+        leaf = next(leaves, None)
+        self._handle = None if leaf is None else leaf.register_forward_hook(self._observe)
 
-    def observe(module: nn.Module, args: Any, output: Any) -> None:
+    def _observe(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.is_floating_point():
-            seen["compute"] = dtype_name(output.dtype)
+            self.seen["compute"] = dtype_name(output.dtype)
 
-    handle = leaf.register_forward_hook(observe)
-    try:
-        yield seen
-    finally:
-        handle.remove()
-    parameter = next(p for p in trainer.module.parameters() if p.requires_grad)
-    gradients = trainer.strategy.gradients(trainer.module)
-    state = [v for values in trainer.optimizer.state.values() for v in values.values()]
-    floats = [v for v in state if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 0]
-    reduce_dtype = trainer.strategy.reduce_dtype(trainer.module)
-    seen.setdefault("compute", None)
-    seen["parameters"] = dtype_name(parameter.dtype)
-    seen["gradients"] = dtype_name(gradients[0].dtype) if gradients else None
-    seen["reduce"] = None if reduce_dtype is None else dtype_name(reduce_dtype)
-    seen["optimizer_state"] = dtype_name(floats[0].dtype) if floats else None
-    buffers = [b for b in trainer.module.buffers() if b.is_floating_point()]
-    seen["buffers"] = dtype_name(buffers[0].dtype) if buffers else None
+    def on_gradients(self, backward: Backward, trainer: Trainer) -> None:
+        if "gradients" in self.seen:
+            return
+        if self._handle is not None:
+            self._handle.remove()
+        gradients = [p.grad for p in trainer.module.parameters() if p.grad is not None]
+        reduced_in = trainer.strategy.reduce_dtype(trainer.module)
+        self.seen["gradients"] = dtype_name(gradients[0].dtype) if gradients else None
+        self.seen["reduce"] = None if reduced_in is None else dtype_name(reduced_in)
+
+    def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
+        if "parameters" in self.seen:
+            return
+        state = [value for values in trainer.optimizer.state.values() for value in values.values()]
+        floats = [v for v in state if isinstance(v, torch.Tensor) and v.is_floating_point() and v.dim() > 0]
+        buffers = [b for b in trainer.module.buffers() if b.is_floating_point()]
+        self.seen["parameters"] = dtype_name(next(trainer.module.parameters()).dtype)
+        self.seen["optimizer_state"] = dtype_name(floats[0].dtype) if floats else None
+        self.seen["buffers"] = dtype_name(buffers[0].dtype) if buffers else None

@@ -211,6 +211,9 @@ class SyntheticData:
     input_shape: list[int] = field(default_factory=list)
     target_shape: list[int] = field(default_factory=list)
     vocab_size: int | None = None
+    padding: float = 0.0
+    """At most this share of each sample's trailing targets is `ignore_index`; how many, the sample's id decides."""
+    ignore_index: int = -100
 
 
 @dataclass
@@ -428,7 +431,9 @@ def from_container(container: dict[str, Any]) -> Config:
             raise ConfigError(f"{missing[0]} has no value; set {missing[0]}=...")
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
+        from distbench.hydra_edge import explain
+
+        raise ConfigError(explain(error)) from error
     assert isinstance(config, Config)
     return config
 
@@ -617,14 +622,16 @@ def _validate_numbers(config: Config) -> None:
     if config.model.vocab_size is not None:
         _positive("model.vocab_size", config.model.vocab_size, 2)
     optimizer = config.optimizer
-    if not optimizer.lr >= 0:
-        raise ConfigError(f"optimizer.lr={optimizer.lr} must not be negative")
+    for name in ("lr", "weight_decay", "eps", "momentum", "warmup_steps"):
+        value = getattr(optimizer, name, 0)
+        if not value >= 0:
+            raise ConfigError(f"optimizer.{name}={value} must not be negative")
+    if not 0 <= optimizer.min_lr_ratio <= 1:
+        raise ConfigError(f"optimizer.min_lr_ratio={optimizer.min_lr_ratio} must lie between 0 and 1")
     if optimizer.name == "adamw" and (len(optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in optimizer.betas)):
         raise ConfigError(f"optimizer.betas={optimizer.betas} must be two numbers in [0, 1)")
     if optimizer.name == "sgd" and optimizer.nesterov and not optimizer.momentum > 0:
         raise ConfigError("optimizer.nesterov=true needs optimizer.momentum above 0")
-    if optimizer.warmup_steps < 0:
-        raise ConfigError(f"optimizer.warmup_steps={optimizer.warmup_steps} must not be negative")
     if config.strategy.name == "ddp":
         _positive("strategy.bucket_cap_mb", config.strategy.bucket_cap_mb, 0.001)
 
@@ -656,8 +663,14 @@ def _validate_precision(config: Config) -> None:
         )
     if precision.fallback is not None and precision.fallback not in ("fp16", "fp32"):
         raise ConfigError(f"precision.fallback={precision.fallback!r} must be fp16, fp32 or null")
-    if not precision.scaler.init_scale > 0:
-        raise ConfigError(f"precision.scaler.init_scale={precision.scaler.init_scale} must be positive")
+    scaler = precision.scaler
+    if not 0 < scaler.init_scale < float("inf"):
+        raise ConfigError(f"precision.scaler.init_scale={scaler.init_scale} must be positive and finite")
+    if not scaler.growth_factor >= 1:
+        raise ConfigError(f"precision.scaler.growth_factor={scaler.growth_factor} must be at least 1")
+    if not 0 < scaler.backoff_factor < 1:
+        raise ConfigError(f"precision.scaler.backoff_factor={scaler.backoff_factor} must lie between 0 and 1")
+    _positive("precision.scaler.growth_interval", scaler.growth_interval)
 
 
 def _validate_data(config: Config) -> None:
@@ -679,6 +692,26 @@ def _validate_data(config: Config) -> None:
             raise ConfigError(f"data.input_shape={data.input_shape} must be sizes of at least 1, such as [64,128]")
         if not data.target_shape or min(data.target_shape) < 1:
             raise ConfigError(f"data.target_shape={data.target_shape} must be sizes of at least 1")
+        if model.name == "simple" and model.vocab_size is None:
+            if data.input_shape[-1] != model.hidden_dim:
+                raise ConfigError(
+                    f"data.input_shape={data.input_shape} must end in model.hidden_dim={model.hidden_dim}"
+                )
+            if loss is LossKind.mse and data.target_shape != data.input_shape:
+                raise ConfigError(
+                    f"data.target_shape={data.target_shape} must be data.input_shape={data.input_shape}: "
+                    "model=simple maps a sequence to one of the same shape"
+                )
+        knows_vocabulary = model.name == "simple" or model.vocab_size is not None
+        if data.vocab_size is not None and knows_vocabulary and data.vocab_size > (model.vocab_size or 0):
+            raise ConfigError(
+                f"data.vocab_size={data.vocab_size} draws token ids that model.vocab_size={model.vocab_size} does not "
+                f"have; set model.vocab_size={data.vocab_size}, which data.vocab_size follows"
+            )
+        if not 0 <= data.padding < 1 or (data.padding and data.vocab_size is None):
+            raise ConfigError(
+                f"data.padding={data.padding} must lie in [0, 1), and above 0 it needs token ids (data.vocab_size)"
+            )
         if (data.vocab_size is not None) != (loss is LossKind.cross_entropy):
             raise ConfigError(
                 f"loss={loss.name} with data.vocab_size={data.vocab_size}: cross_entropy is for token ids (set "
@@ -709,22 +742,26 @@ def _validate_wrapping(config: Config) -> None:
 
 
 def _validate_world(config: Config) -> None:
-    size, device, strategy = world_size(config), resolve_device(config), config.strategy
-    joined = joined_world()
+    nproc = getattr(config.launch, "nproc", AUTO)
+    if nproc != AUTO and not isinstance(nproc, int):
+        raise ConfigError(f"launch.nproc={nproc!r} must be a number of ranks or auto")
+    device, strategy, joined = resolve_device(config), config.strategy, joined_world()
+    if device == "cuda" and not num_cuda_devices():
+        raise ConfigError("device=cuda but no CUDA device is visible here; use device=cpu")
+    size = world_size(config)
     if config.launch.name == "torchrun" and joined is None:
         raise ConfigError(
             "launch=torchrun joins ranks that torchrun started, but RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
             "are not set; run `torchrun --nproc-per-node 2 -m distbench ...`, or use launch=local"
         )
-    nproc = getattr(config.launch, "nproc", AUTO)
-    if nproc != AUTO and not isinstance(nproc, int):
-        raise ConfigError(f"launch.nproc={nproc!r} must be a number of ranks or auto")
     _positive("launch.nproc", size)
     if device == "cuda" and joined is None and size > num_cuda_devices():
         raise ConfigError(
             f"launch.nproc={size} but {num_cuda_devices()} CUDA devices are visible, one per rank; set "
-            f"launch.nproc={max(1, num_cuda_devices())} or device=cpu"
+            f"launch.nproc={num_cuda_devices()} or device=cpu"
         )
+    if not config.launch.timeout_s > 0:
+        raise ConfigError(f"launch.timeout_s={config.launch.timeout_s} must be positive")
     threads = config.launch.threads_per_rank
     if threads != AUTO and (not isinstance(threads, int) or threads < 1):
         raise ConfigError(f"launch.threads_per_rank={threads!r} must be at least 1 or auto")

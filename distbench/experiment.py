@@ -49,7 +49,8 @@ def run(config: Config, folder: RunFolder) -> Outcome:
 
     if joined_world() is None:
         local.check_port(config)
-    local.warm_up()
+    if joined_world() is None or config.gate.enabled:
+        local.warm_up()
     config, model, notes = preflight(config)
     folder.write_resolved(to_container(config))
     folder.update_record(**first_sections(config, folder, notes))
@@ -69,9 +70,13 @@ def run(config: Config, folder: RunFolder) -> Outcome:
                 local.start_ranks(config, folder, ready_baseline(config, model, folder))
     except local.RanksFailed as failed:
         return report_failure(folder, failed.ranks)
-    except local.Interrupted:
+    except (local.Interrupted, KeyboardInterrupt):
         folder.update_record(status=Status.interrupted.value, reason="stopped by the user", finished=now())
         return Outcome(Status.interrupted, ExitCode.INTERRUPTED)
+    except Exception as error:  # whatever it was, no record says running once nothing runs
+        reason = f"{type(error).__name__}: {error}"
+        folder.update_record(status=Status.crashed.value, reason=reason, finished=now())
+        raise
 
     status = Status(read_record(folder.path)["status"])
     if status in EXIT_CODES:
@@ -127,26 +132,20 @@ def discard_stale(folder: RunFolder, baseline: BaselineEntry | None) -> bool:
 
 def report_failure(folder: RunFolder, ranks: list[tuple[int, int]]) -> Outcome:
     """Name the first failure, in the record and on the console."""
-    from distbench.launching.failure import first_failure
+    from distbench.launching.failure import root_failure
     from distbench.report.console import print_failure
 
-    failure = first_failure(folder)
+    failure = root_failure(folder, ranks, read_record(folder.path)["batch"]["world_size"])
     status = record_failure(folder, failure, ranks)
     print_failure(folder.path, failure, ranks)
-    return Outcome(status, failure["exit_code"] if failure else ExitCode.CRASHED)
+    return Outcome(status, failure["exit_code"])
 
 
-def record_failure(folder: RunFolder, failure: dict[str, Any] | None, ranks: list[tuple[int, int]]) -> Status:
+def record_failure(folder: RunFolder, failure: dict[str, Any], ranks: list[tuple[int, int]]) -> Status:
     """Write `logs/failure.json` and the record's status and reason."""
-    if failure is None:
-        reason = ", ".join(f"rank {rank} ended with exit code {code}" for rank, code in ranks)
-        status = Status.crashed
-    else:
-        where = "baseline" if failure["rank"] < 0 else f"rank {failure['rank']}"
-        reason = f"{where}: {failure['type']}: {failure['message']}"
-        status = Status(failure["status"])
+    status = Status(failure["status"])
     write_json(folder.logs / "failure.json", {"first": failure, "exit_codes": {str(r): code for r, code in ranks}})
-    folder.update_record(status=status.value, reason=reason, finished=now())
+    folder.update_record(status=status.value, reason=failure["reason"], finished=now())
     return status
 
 
@@ -163,7 +162,7 @@ def run_rank(
     store: dist.Store | None = None,
 ) -> None:
     """One rank's part of one run. Rank 0 writes the shared files."""
-    from distbench.build import build_trainer, effective_dtypes, set_determinism
+    from distbench.build import EffectiveDtypes, build_trainer, set_determinism
     from distbench.checkpoint.save import save_model
     from distbench.launching.world import World
     from distbench.numerics.gating import pass_gate
@@ -178,16 +177,16 @@ def run_rank(
     log = RunLog(config, folder, console) if world.rank == 0 else None
     if log:
         folder.update_record(**facts)
-        trainer.observers = log.observers
+    dtypes = EffectiveDtypes(trainer)
+    trainer.observers = [dtypes, *(log.observers if log else [])]
 
-    with effective_dtypes(trainer) as dtypes:
-        gate = pass_gate(config, baseline, trainer, folder)
+    gate = pass_gate(config, baseline, trainer, dtypes, folder)
     ranks = world.gather(world.describe())
     topology = {"world_size": world.size, "backend": world.backend, "ranks": ranks}
     if gate["passed"] is False:
         if log:
             log.finish(
-                status=Status.gate_failed.value, reason=gate["text"], gate=gate, topology=topology, dtypes=dtypes
+                status=Status.gate_failed.value, reason=gate["text"], gate=gate, topology=topology, dtypes=dtypes.seen
             )
         world.leave()
         return
@@ -196,6 +195,6 @@ def run_rank(
     state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
     if log:
         checkpoint = save_model(folder, trainer.step, state) if state is not None else None
-        log.finish(status=Status.passed.value, gate=gate, topology=topology, dtypes=dtypes, checkpoint=checkpoint)
+        log.finish(status=Status.passed.value, gate=gate, topology=topology, dtypes=dtypes.seen, checkpoint=checkpoint)
     del trainer, state  # a wrapper's collectives must not outlive the process group
     world.leave()

@@ -81,26 +81,34 @@ def explain(error: Exception) -> str:
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     kept = [line for line in lines if not line.lstrip().startswith(("full_key:", "object_type=", "reference_type="))]
     message = "\n".join(kept)
-    if suggestion := _suggest(message):
-        message = f"{message}\nDid you mean {suggestion}?"
+    if hint := _hint(message):
+        # Hydra proposes to append the unknown key, which the typed schema would refuse as well.
+        kept = [line for line in kept if not line.startswith("To append to your config use")]
+        message = "\n".join([*kept, hint])
     return message
 
 
-def _suggest(message: str) -> str | None:
-    """The nearest valid group, option or key to the one a Hydra message complains about."""
+def _hint(message: str) -> str | None:
+    """What to set instead of the group, option or key that a Hydra message complains about."""
     if match := re.search(r"Could not find '([^'/]+)/([^']+)'", message):
         group, option = match.groups()
         names = [path.stem for path in (conf_dir() / group).glob("*.yaml")]
         near = difflib.get_close_matches(option, names, n=1, cutoff=0.4)
-        return f"{group}={near[0]}" if near else None
+        return f"Did you mean {group}={near[0]}?" if near else None
     if match := re.search(r"Could not override '([^']+)'", message) or re.search(
         r"Key '([^']+)' (?:is )?not in", message
     ):
         wanted = match.group(1).split("@")[0]
-        near = difflib.get_close_matches(wanted, valid_keys(), n=1, cutoff=0.6)
-        if not near and "." in wanted:
-            near = difflib.get_close_matches(wanted.rsplit(".", 1)[1], valid_keys(), n=1, cutoff=0.6)
-        return near[0] if near else None
+        group, _, key = wanted.partition(".")
+        if key.split(".")[0] == "kwargs" and group == "model":
+            return f"Arguments of your own are added with a plus: +{wanted}=... (with model=custom)"
+        if owners := [name for name, option in schema.GROUPS.get(group, {}).items() if hasattr(option(), key)]:
+            return f"{wanted} is for {group}={' or '.join(owners)}"
+        keys = [name for name in valid_keys() if not wanted.startswith(f"{name}.")]
+        near = difflib.get_close_matches(wanted, keys, n=1, cutoff=0.6)
+        if not near and key:
+            near = difflib.get_close_matches(wanted.rsplit(".", 1)[1], keys, n=1, cutoff=0.6)
+        return f"Did you mean {near[0]}?" if near else None
     return None
 
 

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from distbench.config import Loss, LossKind
 from distbench.data.batches import Batch
+from distbench.errors import UserModelError
 from distbench.launching.world import World
 
 
@@ -20,7 +21,16 @@ class LossFunction:
         self.kind, self.ignore_index = loss.name, loss.ignore_index
 
     def sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The unnormalised loss, a scalar in the outputs' dtype (fp32; fp64 in references)."""
+        """The unnormalised loss, a scalar in the outputs' dtype (fp32; fp64 in references).
+
+        Raises UserModelError where outputs do not have the targets' shape: broadcasting would give another loss.
+        """
+        expected = outputs.shape[:-1] if self.kind is LossKind.cross_entropy else outputs.shape
+        if self.kind is not LossKind.sum and expected != targets.shape:
+            raise UserModelError(
+                f"the model's outputs have shape {tuple(outputs.shape)}, but loss={self.kind.value} has targets of "
+                f"shape {tuple(targets.shape)}; set data.target_shape, or change what the model returns"
+            )
         if self.kind is LossKind.mse:
             return F.mse_loss(outputs, targets, reduction="sum")
         if self.kind is LossKind.cross_entropy:

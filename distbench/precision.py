@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from distbench.config import LossScaler, Precision
+from distbench.errors import UserModelError
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -92,6 +93,8 @@ class PrecisionPolicy:
             inputs = inputs.to(self.compute_dtype)
         with self._autocast():
             outputs = module(inputs)
+        if not isinstance(outputs, Tensor):
+            raise UserModelError(f"the model returned a {type(outputs).__name__}; it must return one tensor")
         return outputs.to(self.output_dtype)
 
     def _autocast(self) -> AbstractContextManager[Any]:

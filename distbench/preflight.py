@@ -22,7 +22,7 @@ from distbench.data.batches import build_source
 from distbench.errors import ConfigError, UserModelError
 from distbench.models.build import block_classes, build_model, locate
 from distbench.precision import DTYPES
-from distbench.wrapping import unit_names
+from distbench.wrapping import describe_units, unit_names
 
 SLOW_HOURS = 0.25
 """A CPU run in a low precision that is estimated above this many hours is announced."""
@@ -94,6 +94,8 @@ def _check_units(config: Config, model: nn.Module) -> list[str]:
     if "wrap_policy" in not_applicable(config):
         return []
     names = unit_names(config.wrap_policy, model, block_classes(config.model, model))
+    if config.strategy.name == "fsdp" and not config.strategy.use_orig_params:
+        _check_uniform(model, names)
     if not names and config.wrap_policy.name == "size":
         return [
             f"wrap_policy=size: no module holds {config.wrap_policy.min_num_params:,} parameters, so the whole model "
@@ -101,6 +103,18 @@ def _check_units(config: Config, model: nn.Module) -> list[str]:
             "lower wrap_policy.min_num_params to split it"
         ]
     return []
+
+
+def _check_uniform(model: nn.Module, names: list[str]) -> None:
+    """One flat parameter is trained or frozen as a whole."""
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    for unit in describe_units(model, names):
+        frozen = [name for name in unit.parameters if not trained[name]]
+        if 0 < len(frozen) < len(unit.parameters):
+            raise ConfigError(
+                f"strategy.use_orig_params=false makes one flat parameter of unit {unit.name or '(root)'}, but "
+                f"{frozen[0]} is frozen and others in it are not; set strategy.use_orig_params=true"
+            )
 
 
 def _slow_low_precision(config: Config, model: nn.Module) -> list[str]:

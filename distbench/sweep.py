@@ -12,10 +12,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError
+from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from distbench import hydra_edge
-from distbench.config import Config, digest, effective, from_container, validate
+from distbench.config import Config, digest, effective, from_container, joined_world, validate
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status
@@ -47,20 +47,35 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
             print(f"    the same effective experiment as {twin}: not run again", flush=True)
             return {"status": "duplicate", "duplicate_of": twin}
         outcome = run(config, RunFolder.create(path))
+    except OmegaConfBaseException as error:
+        return _refused(ConfigError(hydra_edge.explain(error)), path, hydra.mode)
     except DistbenchError as error:
-        print(f"distbench: {error}", file=sys.stderr, flush=True)
-        _exit_codes.append(error.exit_code)
-        return {"status": "refused", "reason": str(error)}
+        return _refused(error, path, hydra.mode)
     _exit_codes.append(outcome.exit_code)
     if outcome.status is Status.interrupted:
         raise KeyboardInterrupt  # the user stopped the sweep, not this cell
     return {"status": outcome.status.value, "folder": str(path)}
 
 
+def _refused(error: DistbenchError, path: Path, mode: RunMode | None) -> dict[str, Any]:
+    """Say why nothing was run. A single run leaves no folder behind; a sweep's cell stays, as a row of its table."""
+    print(f"distbench: {error}", file=sys.stderr, flush=True)
+    _exit_codes.append(error.exit_code)
+    if mode is RunMode.RUN:
+        RunFolder(path).discard_unused()
+    return {"status": "refused", "reason": str(error)}
+
+
 def typed(cfg: DictConfig) -> Config:
-    """The typed config of a composed tree; Hydra's own part is left out."""
+    """The typed config of a composed tree; Hydra's own part is left out.
+
+    Raises ConfigError, and InterpolationResolutionError for a value that only a started job has.
+    """
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    container = OmegaConf.to_container(own, resolve=True, enum_to_str=True)
+    try:
+        container = OmegaConf.to_container(own, resolve=True, enum_to_str=True)
+    except InterpolationKeyError as error:
+        raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; set {error.full_key}=...") from error
     assert isinstance(container, dict)
     return from_container({str(key): value for key, value in container.items()})
 
@@ -105,6 +120,13 @@ class SweepCallback(Callback):
         from hydra.core.global_hydra import GlobalHydra
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
+        if joined_world() is not None:
+            print(
+                "distbench: torchrun starts the ranks of one run, and a sweep starts its own for every cell; "
+                "use `python -m distbench ...` without torchrun",
+                file=sys.stderr,
+            )
+            raise SystemExit(ExitCode.USAGE)
         if config.hydra.sweeper._target_ != BASIC_SWEEPER:
             return  # other sweepers choose their cells as they go; each is validated when it starts
         loader = GlobalHydra.instance().config_loader()

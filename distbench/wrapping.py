@@ -78,17 +78,22 @@ def _is_container(model: nn.Module, name: str) -> bool:
 
 
 def _by_size(model: nn.Module, minimum: int) -> list[str]:
-    """Post-order, as torch's size_based_auto_wrap_policy: what inner units hold no longer counts for the outer."""
+    """Post-order, as torch's size_based_auto_wrap_policy: what inner units hold no longer counts for the outer.
+
+    Attention stays in its parent's unit, whole: its forward reads its output projection's weight past that one's own.
+    """
     names: list[str] = []
     counted: set[int] = set()
 
     def visit(module: nn.Module, name: str) -> int:
-        remaining = sum(visit(child, f"{name}.{key}" if name else key) for key, child in module.named_children())
-        for parameter in module.parameters(recurse=False):
+        leaf = isinstance(module, nn.MultiheadAttention)
+        children = () if leaf else module.named_children()
+        remaining = sum(visit(child, f"{name}.{key}" if name else key) for key, child in children)
+        for parameter in module.parameters(recurse=leaf):
             if id(parameter) not in counted:
                 counted.add(id(parameter))
                 remaining += parameter.numel()
-        if name and remaining >= minimum and not isinstance(module, (*CONTAINERS, nn.MultiheadAttention)):
+        if name and remaining >= minimum and not leaf and not isinstance(module, CONTAINERS):
             names.append(name)
             return 0
         return remaining

@@ -39,7 +39,9 @@ def build_source(data: SyntheticData | TextData, seeds: Seeds) -> SampleSource:
         from distbench.data.text import TextWindows
 
         return TextWindows(data.path, data.glob, data.seq_len, data.max_bytes, seeds.data if data.shuffle else None)
-    return SyntheticSamples(data.input_shape, data.target_shape, data.vocab_size, seeds.data)
+    return SyntheticSamples(
+        data.input_shape, data.target_shape, data.vocab_size, seeds.data, data.padding, data.ignore_index
+    )
 
 
 class SampleAddressedBatches:

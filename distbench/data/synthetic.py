@@ -19,9 +19,19 @@ def mix(seed: int, index: int) -> int:
 class SyntheticSamples:
     """Standard normal inputs and targets; token ids where there is a vocabulary."""
 
-    def __init__(self, input_shape: list[int], target_shape: list[int], vocab_size: int | None, seed: int) -> None:
+    def __init__(
+        self,
+        input_shape: list[int],
+        target_shape: list[int],
+        vocab_size: int | None,
+        seed: int,
+        padding: float = 0.0,
+        ignore_index: int = -100,
+    ) -> None:
+        """`padding`: at most this share of a sample's trailing targets is `ignore_index` (token ids only)."""
         self.input_shape, self.target_shape = tuple(input_shape), tuple(target_shape)
         self.vocab_size, self.seed = vocab_size, seed
+        self.padding, self.ignore_index = padding, ignore_index
 
     def sample(self, index: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(mix(self.seed, index))
@@ -30,7 +40,10 @@ class SyntheticSamples:
                 torch.randn(self.input_shape, generator=generator),
                 torch.randn(self.target_shape, generator=generator),
             )
-        return (
-            torch.randint(self.vocab_size, self.input_shape, generator=generator),
-            torch.randint(self.vocab_size, self.target_shape, generator=generator),
-        )
+        inputs = torch.randint(self.vocab_size, self.input_shape, generator=generator)
+        targets = torch.randint(self.vocab_size, self.target_shape, generator=generator)
+        most = int(self.padding * targets.numel())
+        if most:
+            padded = int(torch.randint(most + 1, (), generator=generator))
+            targets.view(-1)[targets.numel() - padded :] = self.ignore_index
+        return inputs, targets

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 KEY = "distbench/run"
 FAILED = "distbench/failed"
 
+_published: list[str] = []
+"""Folders of the runs that this process, as rank 0, has told the others of: at most one."""
+
 
 def _store(timeout_s: float) -> dist.Store:
     import torch.distributed as dist
@@ -43,12 +46,14 @@ def lead(config: Config, folder: RunFolder, baseline: BaselineEntry | None) -> i
         "baseline": None if baseline is None else asdict(baseline),
     }
     store.set(KEY, json.dumps(message))
+    _published.append(str(folder.path))
     return _be_rank(config, folder, store, baseline)
 
 
-def refuse() -> None:
-    """Rank 0, where there is nothing to run: let the waiting ranks go."""
-    _store(60.0).set(KEY, json.dumps(None))
+def release(exit_code: int) -> None:
+    """Rank 0, when it is done: if it published no run, let the waiting ranks go, with its exit code."""
+    if not _published:
+        _store(60.0).set(KEY, json.dumps({"exit_code": exit_code}))
 
 
 def follow() -> int:
@@ -56,9 +61,9 @@ def follow() -> int:
     store = _store(600.0)
     from distbench.numerics.cache import BaselineEntry
 
-    message: dict[str, Any] | None = json.loads(store.get(KEY))
-    if message is None:
-        return ExitCode.USAGE
+    message: dict[str, Any] = json.loads(store.get(KEY))
+    if "exit_code" in message:
+        return int(message["exit_code"])
     baseline = None if message["baseline"] is None else BaselineEntry(**message["baseline"])
     return _be_rank(from_container(message["config"]), RunFolder(Path(message["folder"])), store, baseline)
 
@@ -74,6 +79,7 @@ def _be_rank(config: Config, folder: RunFolder, store: dist.Store, baseline: Bas
     console = redirect_output(folder, f"rank{rank}")
     try:
         run_rank(config, folder, console=console, baseline=baseline, store=dist.PrefixStore("distbench/group", store))
+        sys.stdout = console  # what is said about the finished run is for the console again
     except Exception as error:
         failure = write_rank_failure(folder, rank, error)
         if store.add(FAILED, 1) == 1:  # the first to fail speaks, once for all

@@ -62,6 +62,15 @@ def check_port(config: Config) -> None:
             ) from error
 
 
+def _silence(*names: str) -> None:
+    """Keep a library's log records, and those of its submodules, off the console: what they tell is told better."""
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        if not logger.handlers:
+            logger.addHandler(logging.NullHandler())
+
+
 def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None) -> None:
     """Start the config's ranks and wait for them. Raises RanksFailed or Interrupted; no rank outlives this call."""
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -71,7 +80,7 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
 
     from distbench.launching.worker import run_rank_process
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    _silence("torch.distributed.elastic", "torch.multiprocessing")
     address = config.launch.master_addr
     port = 0 if config.launch.master_port == AUTO else config.launch.master_port
     agent_logs = folder.logs / ".agent"
@@ -86,11 +95,18 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
+        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
         logs_specs=DefaultLogsSpecs(log_dir=str(agent_logs)),
     )
     if address.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # stay on loopback instead of resolving the host's name
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop(number: int, frame: object) -> None:
+        # The agent passes on the signal named here. Ranks ignore SIGINT, and it would wait half a minute for them.
+        raise SignalException("stopped by the user", signal.SIGTERM)
+
+    signal.signal(signal.SIGINT, stop)
     try:
         elastic_launch(launch, run_rank_process)(to_container(config), str(folder.path), baseline)
     except ChildFailedError as error:

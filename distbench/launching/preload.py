@@ -31,3 +31,7 @@ MODULES = (
 for _name in MODULES:
     with contextlib.suppress(ModuleNotFoundError):
         importlib.import_module(_name)
+
+from distbench.numerics.summary import prepare  # noqa: E402
+
+prepare()  # a second a rank otherwise

@@ -67,7 +67,11 @@ def locate(target: str, option: str) -> Callable[..., Any]:
         ) from error
     found = getattr(module, attribute, None)
     if found is None:
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        names = [
+            name
+            for name, value in vars(module).items()
+            if callable(value) and not name.startswith("_") and getattr(value, "__module__", None) == module_name
+        ]
         raise UserModelError(
             f"{option}={target}: {module_name} has no {attribute!r}; it has {', '.join(names[:8]) or 'nothing'}"
         )

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from distbench.config import BatchShape, Config, Precision, batch_shape, world_size
+from distbench.config import BatchShape, Config, Precision, batch_shape
 from distbench.data.batches import Batch, SampleAddressedBatches, build_source, sample_digest, seed_random_state
 from distbench.errors import BaselineError
 from distbench.losses import LossFunction
@@ -104,12 +104,12 @@ class Replay:
             if self.reduction.broadcast_buffers and synced_before:
                 self.buffers = [{name: b.clone() for name, b in self.buffers[0].items()} for _ in ranks]
             for rank in ranks:
-                with self._as_rank(rank):
+                with self.as_rank(rank):
                     batch = micro[rank][index]
-                    loss = self._backward(batch, self.shape.world_size / count * self.scaler.scale)
+                    loss = self.backward(batch, self.shape.world_size / count * self.scaler.scale)
                 losses[rank] += loss
                 sums.add(rank, {name: parameter.grad for name, parameter in self.parameters.items()})
-                self._clear_gradients()
+                self.clear_gradients()
             synced_before = self.reduction.synced or index == self.shape.accumulation - 1
             if synced_before:
                 sums.sync()
@@ -148,7 +148,7 @@ class Replay:
             self.optimizer.step()
             self.schedule.step()
         self.scaler.update(finite=not skipped)
-        self._clear_gradients()
+        self.clear_gradients()
         self.steps_done += 1
         return {"grad_norm": norm, "clip": clip, "lr": lr, "skipped": skipped}
 
@@ -167,15 +167,25 @@ class Replay:
         """Summary of the parameters as they are now."""
         return summarize(Shard.whole(name, parameter.detach()) for name, parameter in self.parameters.items())
 
+    @torch.no_grad()
+    def load(self, baseline: Baseline, step: int) -> None:
+        """Weights and buffers of a finished baseline after a step (0: initial)."""
+        with baseline.tensors(step) as file:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(file.get_tensor(f"P/{name}"))
+            for rank, buffers in enumerate(self.buffers):
+                for name, buffer in buffers.items():
+                    buffer.copy_(file.get_tensor(f"B{rank}/{name}"))
+
     # --- parts
 
-    def _backward(self, batch: Batch, factor: float) -> Tensor:
+    def backward(self, batch: Batch, factor: float) -> Tensor:
         seed_random_state(self.config.seed.model, batch)
         loss = self.loss.sum(self.policy.forward(self.module, batch.inputs), batch.targets)
         (loss * factor).backward()
         return loss.detach().double()
 
-    def _clear_gradients(self) -> None:
+    def clear_gradients(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -183,7 +193,7 @@ class Replay:
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
 
     @contextmanager
-    def _as_rank(self, rank: int) -> Iterator[None]:
+    def as_rank(self, rank: int) -> Iterator[None]:
         """Give the model one rank's buffers, and keep what forward makes of them."""
         for name, buffer in self.model.named_buffers():
             buffer.copy_(self.buffers[rank][name])
@@ -340,29 +350,79 @@ def compute_baseline(config: Config, folder: Path, device: torch.device) -> None
             "initial_buffers": initial_buffers,
             "steps": steps,
             "seconds": time.perf_counter() - started,
-            "precision_error": _precision_error(config, device, folder) if config.gate.fp64_reference else None,
-            "precision_error_reason": None if config.gate.fp64_reference else "gate.fp64_reference=false",
+            **_errors(config, device, folder),
         },
     )
 
 
-def _precision_error(config: Config, device: torch.device, folder: Path) -> dict[str, Any]:
-    """What the run's precision costs in the first step: the replayed mean gradient against one computed in fp64."""
-    reference = replace(config, precision=fp64(config.precision))
-    reduction = strategy_class(config.strategy.name).reduction(reference)
-    replayed = Replay(reference, reduction, device).gradients()
-    rows, difference, total = {}, 0.0, 0.0
+REARRANGEMENTS = ("reversed samples", "halved micro-batches", "inputs one ulp away")
+"""Of the replay; each is as legal as the replay itself."""
+
+
+def noise_floor(config: Config, device: torch.device, exact: dict[str, Tensor]) -> dict[str, float]:
+    """Per parameter, the worst relative L2 distance from `exact` (fp64) that a legal rearrangement of the first step has.
+
+    What kernels that may add in another order than the replay's are allowed, times `gate.kappa`.
+    """
+    floor = dict.fromkeys(exact, 0.0)
+    for kind in REARRANGEMENTS:
+        arranged = config
+        if kind == "halved micro-batches":
+            if batch_shape(config).micro_batch % 2:
+                continue
+            arranged = replace(config, accumulation=2 * config.accumulation)
+        replay = Replay(arranged, strategy_class(config.strategy.name).reduction(arranged), device)
+        for batches in replay.batches:
+            plain = batches.micro_batches
+            setattr(
+                batches,
+                "micro_batches",
+                lambda step, plain=plain, kind=kind: [_rearranged(b, kind) for b in plain(step)],
+            )  # noqa: B010
+        for name, mean in replay.gradients().mean.items():
+            norm = float(exact[name].norm())
+            if norm:
+                floor[name] = max(floor[name], float((mean - exact[name]).norm()) / norm)
+    return floor
+
+
+def _rearranged(batch: Batch, kind: str) -> Batch:
+    if kind == "reversed samples":
+        return Batch(batch.ids[::-1], batch.inputs.flip(0), batch.targets.flip(0))
+    if kind == "inputs one ulp away" and batch.inputs.is_floating_point():
+        return replace(batch, inputs=torch.nextafter(batch.inputs, torch.full_like(batch.inputs, torch.inf)))
+    return batch
+
+
+def _errors(config: Config, device: torch.device, folder: Path) -> dict[str, Any]:
+    """What the run's precision costs in the first step, against fp64; and the noise floor where kernels may differ."""
+    gate = config.gate
+    exact: dict[str, Tensor] | None = None
+    facts: dict[str, Any] = {"precision_error": None, "precision_error_reason": "gate.fp64_reference=false"}
+    if gate.fp64_reference:
+        reference = replace(config, precision=fp64(config.precision))
+        replayed = Replay(reference, strategy_class(config.strategy.name).reduction(reference), device).gradients()
+        exact = replayed.mean
+        facts = {"precision_error": _distance(folder, exact, device, replayed.loss), "precision_error_reason": None}
+    facts["noise_floor"] = None
+    if gate.noise and device.type == "cuda":
+        if exact is None:
+            with safe_open(folder / "step_1.safetensors", "pt", device=str(device)) as file:
+                exact = {key[2:]: file.get_tensor(key) for key in file.keys() if key.startswith("G/")}  # noqa: SIM118
+        facts["noise_floor"] = noise_floor(config, device, exact)
+    return facts
+
+
+def _distance(folder: Path, exact: dict[str, Tensor], device: torch.device, loss: float) -> dict[str, Any]:
+    rows: dict[str, float | None] = {}
+    difference = total = 0.0
     with safe_open(folder / "step_1.safetensors", "pt", device=str(device)) as file:
-        for name, exact in replayed.mean.items():
-            error = float((file.get_tensor(f"G/{name}") - exact).square().sum())
-            norm = float(exact.square().sum())
+        for name, reference in exact.items():
+            error = float((file.get_tensor(f"G/{name}") - reference).square().sum())
+            norm = float(reference.square().sum())
             rows[name] = None if norm == 0 else (error / norm) ** 0.5
             difference, total = difference + error, total + norm
-    return {
-        "loss": replayed.loss,
-        "relative_l2": None if total == 0 else (difference / total) ** 0.5,
-        "parameters": rows,
-    }
+    return {"loss": loss, "relative_l2": None if total == 0 else (difference / total) ** 0.5, "parameters": rows}
 
 
 def fp64(precision: Precision) -> Precision:

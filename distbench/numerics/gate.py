@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distbench.build import EffectiveDtypes
 from distbench.config import Config
 from distbench.data.batches import sample_digest
 from distbench.errors import StaleBaseline
@@ -129,15 +130,25 @@ class Verdict:
         return f"gate FAILED: {check.name} at step {check.step}: {check.detail}"
 
 
+class StopGate(Exception):
+    """A step failed: what follows would only repeat it. Raised on every rank at the same place."""
+
+
 class Gate(Observer):
     """Holds each of the baseline's steps against the run's."""
 
     def __init__(
-        self, baseline: Baseline, config: Config, reduction: Reduction, trainer: Trainer, reused: bool
+        self,
+        baseline: Baseline,
+        config: Config,
+        reduction: Reduction,
+        trainer: Trainer,
+        dtypes: EffectiveDtypes,
+        reused: bool,
     ) -> None:
-        """`reused`: the baseline came from the cache, so other initial weights mean a stale entry, not a fault."""
+        """`dtypes`: an observer that comes before this one. `reused`: the baseline came from the cache, so other initial weights mean a stale entry, not a fault."""
         self.baseline, self.config, self.reduction = baseline, config, reduction
-        self.world, self.strategy = trainer.world, trainer.strategy
+        self.world, self.strategy, self.dtypes = trainer.world, trainer.strategy, dtypes
         self.checks: list[Check] = []
         self.gradients: list[GradientCheck] = []
         self.summaries: dict[int, Summary] = {}
@@ -194,11 +205,12 @@ class Gate(Observer):
         if backward.step > self.num_steps:
             return
         step, expected = backward.step, self.baseline.step(backward.step)
+        self._samples(backward, expected)
+        self._shapes(step, trainer)
         summary = self._summary(trainer, gradients=True)
         self._norm_squared = sum(p.sum_squares for p in summary) if not any(p.nonfinite for p in summary) else math.inf
         if self.mode == "free":
             self.summaries[step] = summary
-        self._samples(backward, expected)
         if self.mode == "free" and not self.exact_state:
             self.inexact_steps.append(step)  # a later forced step decides; here only the trajectory is told
             self._free_loss(backward, expected)
@@ -211,6 +223,24 @@ class Gate(Observer):
         if step == 1 and self.mode == "free":
             self._plain_sgd_step(trainer)
         self.shadow.take_gradients(trainer)
+
+    def _shapes(self, step: int, trainer: Trainer) -> None:
+        """Each gradient has its own parameter's local shape: a sharded parameter with a whole gradient was never reduced,
+        and neither an optimizer nor a comparison can use it."""
+        local = self.strategy.local
+        wrong = [
+            slot.name
+            for slot in self.strategy.slots(trainer.module)
+            if slot.parameter.grad is not None
+            and local(slot.parameter.grad).numel() != local(slot.parameter.detach()).numel()
+        ]
+        everywhere = self.world.gather(wrong)
+        names = sorted({name for names in everywhere for name in names})
+        if names:
+            ranks = [rank for rank, found in enumerate(everywhere) if found]
+            detail = f"gradients of {len(names)} sharded parameters are still whole, first {names[0]}: never reduced"
+            self._add("replicas", step, False, detail, ranks=ranks, parameter=names[0])
+            raise StopGate
 
     def _samples(self, backward: Backward, expected: dict[str, Any]) -> None:
         digests = self.world.gather(str(sample_digest(backward.batches)))
@@ -411,6 +441,8 @@ class Gate(Observer):
         if metrics.step > self.num_steps:
             return
         step, expected = metrics.step, self.baseline.step(metrics.step)
+        if step == 1:
+            self._dtypes(trainer)
         self._norm_and_clip(metrics)
         self._update(step, metrics, trainer)
         weights = self._summary(trainer, gradients=False)
@@ -422,6 +454,23 @@ class Gate(Observer):
             if self.exact_state:
                 self._add("buffers", step, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
             self.exact_state = self.exact_state and exact and not buffers
+        if any(not check.passed for check in self.checks):
+            raise StopGate
+
+    def _dtypes(self, trainer: Trainer) -> None:
+        """What was read back from the built objects is what the precision declares."""
+        precision, seen = self.config.precision, self.dtypes.seen
+        declared = {"parameters": precision.param_dtype, "gradients": precision.param_dtype}
+        if seen.get("reduce") is not None:
+            declared["reduce"] = precision.reduce_dtype
+        if seen.get("compute") is not None and not precision.autocast:
+            declared["compute"] = precision.compute_dtype
+        wrong = [
+            f"{what} in {seen[what]}, declared {dtype}"
+            for what, dtype in declared.items()
+            if seen.get(what) not in (None, dtype)
+        ]
+        self._add("dtypes", 1, not wrong, "; ".join(wrong))
 
     def _norm_and_clip(self, metrics: StepMetrics) -> None:
         """The norm the trainer clipped by against the gradient's own, and the coefficient it used."""
@@ -463,13 +512,15 @@ class Gate(Observer):
         saved = snapshot(trainer)
         shadow, self.mode = self.shadow, "forced"
         observers, trainer.observers = trainer.observers, [self]
-        for step in steps:
-            load_state(trainer, self.baseline, step - 1)
-            self.exact_state = True
-            self.shadow = ShadowOptimizer(self.config, trainer, from_optimizer=trainer.optimizer)
-            self.on_step(trainer.train_step(), trainer)
-        restore(trainer, saved)
-        self.shadow, self.mode, trainer.observers = shadow, "free", observers
+        try:
+            for step in steps:
+                load_state(trainer, self.baseline, step - 1)
+                self.exact_state = True
+                self.shadow = ShadowOptimizer(self.config, trainer, from_optimizer=trainer.optimizer)
+                self.on_step(trainer.train_step(), trainer)
+        finally:
+            restore(trainer, saved)
+            self.shadow, self.mode, trainer.observers = shadow, "free", observers
 
     def verdict(self) -> Verdict:
         passed = all(check.passed for check in self.checks)

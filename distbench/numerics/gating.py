@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from distbench.build import EffectiveDtypes
 from distbench.config import Config
 from distbench.numerics.baseline import Baseline
 from distbench.numerics.cache import BaselineEntry
-from distbench.numerics.gate import Gate, Verdict, verdict_tree
-from distbench.numerics.recorder import GradientLog
+from distbench.numerics.gate import Gate, StopGate, Verdict, verdict_tree
+from distbench.numerics.recorder import GradientLog, WholeGradients
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder
 from distbench.trainer import Trainer
 
 
-def pass_gate(config: Config, entry: BaselineEntry | None, trainer: Trainer, folder: RunFolder) -> dict[str, Any]:
+def pass_gate(
+    config: Config, entry: BaselineEntry | None, trainer: Trainer, dtypes: EffectiveDtypes, folder: RunFolder
+) -> dict[str, Any]:
     """Run the gate's steps and return the record's `gate` section; `passed` is None where the gate is off.
 
     The trainer is left where the run itself is: after the gate's free steps. A collective.
@@ -27,11 +31,14 @@ def pass_gate(config: Config, entry: BaselineEntry | None, trainer: Trainer, fol
         return {"passed": None, "tier": None, "text": "gate off: ungated, never ranked", "name": config.gate.name}
 
     baseline = Baseline(Path(entry.path))
-    gate = Gate(baseline, config, type(trainer.strategy).reduction(config), trainer, entry.reused)
+    gate = Gate(baseline, config, type(trainer.strategy).reduction(config), trainer, dtypes, entry.reused)
     observers = trainer.observers
-    trainer.observers = [gate, *observers]
-    trainer.run(until=gate.num_steps)
-    gate.forced_steps(trainer)
+    keep = [WholeGradients(folder, gate.num_steps)] if config.gate.keep_gradients else []
+    # Last, so that a failing step is in the logs before it ends the run.
+    trainer.observers = [*observers, gate, *keep]
+    with suppress(StopGate):
+        trainer.run(until=gate.num_steps)
+        gate.forced_steps(trainer)
     trainer.observers = observers
 
     verdict = gate.verdict()

@@ -150,6 +150,21 @@ class Summary:
             projections=floats[fields.PROJECTED :],
         )
 
+    def select(self, names: Sequence[str]) -> Summary:
+        """These parameters only, in this order. Raises KeyError for one that is not here."""
+        row = {name: i for i, name in enumerate(self.names)}
+        rows = [row[name] for name in names]
+        return replace(
+            self,
+            names=tuple(names),
+            shapes=tuple(self.shapes[i] for i in rows),
+            dtypes=tuple(self.dtypes[i] for i in rows),
+            aliases=tuple(self.aliases[i] for i in rows),
+            integers=self.integers[rows],
+            floats=self.floats[rows],
+            maxima=self.maxima[rows],
+        )
+
     def merge(self, other: Summary) -> Summary:
         """Both together: fields of a parameter in both are combined, others are kept as they are.
 

@@ -21,11 +21,11 @@ def print_run(path: Path) -> None:
     """The summary of one finished run."""
     record = read_record(path)
     result = record["result"]
-    speed = result["tokens_per_second_median"]
-    step = result["step_seconds_median"]
+    speed, step = result.get("tokens_per_second_median"), result.get("step_seconds_median")
+    loss = f"loss {_number(result.get('first_loss'), '{:.6g}')} -> {_number(result.get('last_loss'), '{:.6g}')}"
     print(
-        f"    {record['status']}: loss {result['first_loss']:.6g} -> {result['last_loss']:.6g} in {result['steps']} steps"
-        + ("" if step is None else f", {step * 1e3:.1f} ms a step, {speed:,.0f} tokens/s")
+        f"    {record['status']}: {loss} in {result['steps']} steps"
+        + ("" if step is None or speed is None else f", {step * 1e3:.1f} ms a step, {speed:,.0f} tokens/s")
         + f", batch {record['batch']['text']}",
         flush=True,
     )
@@ -34,23 +34,16 @@ def print_run(path: Path) -> None:
     print(f"    run folder {relative(path)}", flush=True)
 
 
-def print_failure(path: Path, failure: dict[str, Any] | None, ranks: list[tuple[int, int]]) -> None:
+def print_failure(path: Path, failure: dict[str, Any], ranks: list[tuple[int, int]]) -> None:
     """The first failure, whole; the ranks it took with it, by number only."""
-    if failure is None:
-        rank, code = ranks[0] if ranks else (0, 1)
-        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
-        print(
-            f"distbench: rank {rank} died ({cause}); its log: {relative(path / 'logs' / f'rank{rank}.log')}", flush=True
-        )
-        return
-    if failure["user_error"]:
+    if failure["traceback"] is None or failure["user_error"]:
         print(f"distbench: {failure['message']}", flush=True)
-        return
-    others = [str(rank) for rank, _ in ranks if rank != failure["rank"]]
-    print(f"rank {failure['rank']} on {failure['host']} failed:\n{failure['traceback'].rstrip()}", flush=True)
-    if others:
-        print(f"ranks ended with it: {', '.join(others)}", flush=True)
-    print(f"logs: {relative(path / 'logs')}", flush=True)
+    else:
+        print(f"rank {failure['rank']} on {failure['host']} failed:\n{failure['traceback'].rstrip()}", flush=True)
+        if others := [str(rank) for rank, _ in ranks if rank != failure["rank"]]:
+            print(f"ranks ended with it: {', '.join(others)}", flush=True)
+    if not failure["user_error"]:
+        print(f"logs: {relative(path / 'logs')}", flush=True)
 
 
 def sweep_rows(sweep: Path) -> list[dict[str, Any]]:

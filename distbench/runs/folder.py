@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -56,6 +57,17 @@ class RunFolder:
         except OSError as error:
             raise OutputError(f"cannot write the run folder {path}: {error.strerror}; set output_dir=...") from error
         return folder
+
+    def discard_unused(self) -> None:
+        """Remove what was made for a run that was then refused: empty folders and Hydra's own files, nothing else."""
+        if self.record_path.exists():
+            return
+        hydra = self.path / ".hydra"
+        for name in ("config.yaml", "hydra.yaml", "overrides.yaml"):
+            (hydra / name).unlink(missing_ok=True)
+        for folder in (hydra, self.logs, self.tensorboard, self.path):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
     @property
     def resolved_path(self) -> Path:

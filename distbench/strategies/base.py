@@ -74,6 +74,18 @@ class Strategy(ABC):
         """This rank's part of a parameter or gradient as a plain tensor, sharing its memory."""
         return tensor
 
+    def local_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        """This rank's own whole gradients after backwards with `backward_sync(..., False)`, by canonical name."""
+        return {
+            self.canonical_name(name): parameter.grad
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def drop_local_gradients(self, module: nn.Module) -> None:
+        """Forget unreduced gradients."""
+        module.zero_grad(set_to_none=True)
+
     def slots(self, module: nn.Module) -> list[Slot]:
         """Where each plain parameter's local piece is, in the plain model's order; tied parameters once."""
         return [Slot.whole(self.canonical_name(name), parameter) for name, parameter in module.named_parameters()]

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -50,6 +50,13 @@ class FSDP(Strategy):
     @property
     def num_replicas(self) -> int:
         return self.world.size if self.options.sharding_strategy is ShardingStrategy.NO_SHARD else 1
+
+    def local_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        return torch_fsdp1.local_gradients(module, self.canonical_name)
+
+    def drop_local_gradients(self, module: nn.Module) -> None:
+        module.zero_grad(set_to_none=True)
+        torch_fsdp1.drop_local_gradients(module)
 
     def slots(self, module: nn.Module) -> list[Slot]:
         return torch_fsdp1.slots(module, self.canonical_name)

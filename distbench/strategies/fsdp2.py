@@ -60,6 +60,13 @@ class FSDP2(Strategy):
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
+    def local_gradients(self, module: nn.Module) -> dict[str, Tensor]:
+        return torch_fsdp2.local_gradients(module, self.canonical_name)
+
+    def drop_local_gradients(self, module: nn.Module) -> None:
+        module.zero_grad(set_to_none=True)
+        torch_fsdp2.drop_local_gradients(module)
+
     def slots(self, module: nn.Module) -> list[Slot]:
         return [torch_fsdp2.slot(self.canonical_name(name), p) for name, p in module.named_parameters()]
 

@@ -47,8 +47,16 @@ class Slot:
 
     def slice_of(self, full: Tensor) -> Tensor:
         """The elements of the plain parameter's whole tensor that this slot holds, flat, in the same order."""
+        return self._view(full).reshape(-1)
+
+    def put(self, full: Tensor, values: Tensor) -> None:
+        """Write this slot's elements into a contiguous whole tensor; the inverse of `slice_of`."""
+        view = self._view(full)
+        view.copy_(values.view(view.shape))
+
+    def _view(self, full: Tensor) -> Tensor:
         flat = full.reshape(-1)
         if self.numel <= self.run:
             return flat[self.start : self.start + self.numel]
         rows = self.numel // self.run
-        return flat.as_strided((rows, self.run), (self.stride, 1), flat.storage_offset() + self.start).reshape(-1)
+        return flat.as_strided((rows, self.run), (self.stride, 1), flat.storage_offset() + self.start)

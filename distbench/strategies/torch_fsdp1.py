@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distbench.strategies.slots import Slot
@@ -32,21 +33,42 @@ def flat_parameters(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+def local_gradients(module: nn.Module, canonical: Callable[[str], str]) -> dict[str, Tensor]:
+    """Unreduced gradients that backwards inside `no_sync` left in the unsharded flat gradients, by plain name."""
+    found: dict[str, Tensor] = {}
+    for prefix, handle in _named_handles(module, canonical):
+        flat = handle.flat_param
+        if flat.grad is None:
+            continue
+        numel = flat._unpadded_unsharded_size.numel()
+        for fqn, view in zip(flat._fqns, handle._get_unflat_views(flat.grad.reshape(-1)[:numel]), strict=True):
+            found[f"{prefix}{canonical(fqn)}"] = view
+    return found
+
+
+def drop_local_gradients(module: nn.Module) -> None:
+    for handle in _handles(module):
+        handle.flat_param.grad = None
+
+
+def _named_handles(module: nn.Module, canonical: Callable[[str], str]) -> list[tuple[str, Any]]:
+    """Each flat parameter's handle with the plain-name prefix of its unit."""
+    names = {id(m): canonical(f"{n}.") for n, m in module.named_modules() if isinstance(m, FullyShardedDataParallel)}
+    return [
+        ("" if names[id(unit)] == "." else names[id(unit)], unit._handle)
+        for unit in FullyShardedDataParallel.fsdp_modules(module)
+        if unit._handle is not None
+    ]
+
+
 def slots(module: nn.Module, canonical: Callable[[str], str]) -> list[Slot]:
     """Each plain parameter's piece of its unit's flat shard, padding left out.
 
     With use_orig_params the optimizer holds one 1-D view per parameter, otherwise the flat parameter.
     """
-    names = {
-        id(unit): canonical(name) for name, unit in module.named_modules() if isinstance(unit, FullyShardedDataParallel)
-    }
     found: list[Slot] = []
-    for unit in FullyShardedDataParallel.fsdp_modules(module):
-        handle = unit._handle
-        if handle is None:
-            continue
+    for prefix, handle in _named_handles(module, canonical):
         flat = handle.flat_param
-        prefix = f"{names[id(unit)]}." if names[id(unit)] else ""
         originals = flat._params if handle._use_orig_params else [flat] * len(flat._fqns)
         for fqn, shape, info, original in zip(
             flat._fqns, flat._shapes, flat._shard_param_infos, originals, strict=True
@@ -57,6 +79,33 @@ def slots(module: nn.Module, canonical: Callable[[str], str]) -> list[Slot]:
             run = max(numel, 1)
             found.append(Slot(f"{prefix}{canonical(fqn)}", tuple(shape), original, offset, numel, start, run, run))
     return found
+
+
+def shard_groups(module: nn.Module, canonical: Callable[[str], str]) -> dict[str, dist.ProcessGroup | None]:
+    """The ranks that shard each plain parameter, by name: under HYBRID_SHARD those of one replica, under NO_SHARD none."""
+    return {
+        f"{prefix}{canonical(fqn)}": handle.process_group if handle.uses_sharded_strategy else None
+        for prefix, handle in _named_handles(module, canonical)
+        for fqn in handle.flat_param._fqns
+    }
+
+
+def aliases(module: nn.Module, canonical: Callable[[str], str]) -> dict[str, list[str]]:
+    """Other names of parameters that are tied within a unit, by the name of the first."""
+    found: dict[str, list[str]] = {}
+    for prefix, handle in _named_handles(module, canonical):
+        for name, _, owner, first_name, _, first_owner in handle.flat_param._shared_param_infos:
+            first = f"{prefix}{canonical(f'{first_owner}.{first_name}' if first_owner else first_name)}"
+            found.setdefault(first, []).append(f"{prefix}{canonical(f'{owner}.{name}' if owner else name)}")
+    return found
+
+
+def flattened(module: nn.Module) -> set[int]:
+    """Ids of the parameters that `slots` accounts for: the flat ones and the views into them."""
+    held = [
+        [h.flat_param, *(h.flat_param._params or []), *(h.flat_param._shared_params or [])] for h in _handles(module)
+    ]
+    return {id(parameter) for parameters in held for parameter in parameters}
 
 
 def _handles(module: nn.Module) -> list[Any]:

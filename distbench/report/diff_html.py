@@ -1,0 +1,245 @@
+"""`distbench diff --html`: one self-contained page. Nothing is loaded, nothing runs, and all text is escaped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html import escape
+
+from distbench.report.diff_console import figure, loss_text, number, plain, tensors_text, value_text, with_error
+from distbench.report.svg import MAX_POINTS, Plot, padded, ticks
+from distbench.runs.diff import Diff, LossDifference
+from distbench.runs.diff_rows import LIKELY, Row, Tensors
+
+MAX_ROWS = 2000
+"""Of one table; the rest is counted, and in the JSON."""
+
+STYLE = """
+:root { color-scheme: light dark; --fg:#1c2024; --dim:#5c6570; --bg:#ffffff; --card:#f5f6f8; --line:#d9dde2;
+  --a:#2a6fdb; --b:#d9622b; --bad:#c62f3d; --good:#1f7a4d; --estimate:#8a5cc9; }
+@media (prefers-color-scheme: dark) { :root { --fg:#e6e9ed; --dim:#9aa4b0; --bg:#14171a; --card:#1d2125; --line:#363c43;
+  --a:#6ea8ff; --b:#ff9a63; --bad:#ff7480; --good:#5fcf98; --estimate:#b996f0; } }
+* { box-sizing:border-box } body { margin:0 auto; max-width:1120px; padding:24px; background:var(--bg); color:var(--fg);
+  font:15px/1.5 system-ui,sans-serif }
+h1 { font-size:22px; margin:0 0 4px }
+h2 { font-size:17px; margin:32px 0 8px } p { margin:6px 0 } .dim { color:var(--dim) }
+code,td.n,td.k { font-family:ui-monospace,monospace; font-size:13px; overflow-wrap:anywhere }
+.verdict { padding:10px 14px; border-left:5px solid var(--good); background:var(--card); font-weight:600 }
+.verdict.bad { border-color:var(--bad) } .sides { display:grid; grid-template-columns:auto 1fr; gap:2px 12px }
+.tag { font-weight:700 } .tag.a { color:var(--a) } .tag.b { color:var(--b) } ul { padding-left:20px; margin:6px 0 }
+.scroll { overflow-x:auto } table { border-collapse:collapse; width:100%; margin:8px 0 } th { text-align:left }
+th,td { padding:3px 10px 3px 0; border-bottom:1px solid var(--line); vertical-align:top } td.n { text-align:right }
+th.n { text-align:right } tr.bad td.k { color:var(--bad) } details { margin:8px 0 } summary { cursor:pointer }
+svg { width:100%; height:auto; background:var(--card); border-radius:6px; margin:6px 0 }
+svg text { fill:var(--dim); font:11px system-ui,sans-serif } .grid,.axis { stroke:var(--line) }
+polyline { fill:none; stroke-width:1.8 } polyline.a { stroke:var(--a) }
+polyline.b { stroke:var(--b); stroke-dasharray:6 4 }
+polyline.d { stroke:var(--bad) } circle.a { fill:var(--a) } circle.b { fill:var(--b) } circle.d { fill:var(--bad) }
+.stem line { stroke:currentColor; opacity:.45 } .stem .bar { stroke-width:3; opacity:.6 }
+.stem circle { fill:currentColor }
+.stem.exact { color:var(--a) } .stem.estimated { color:var(--estimate) } .stem.equal { color:var(--good) }
+.stem.undefined { color:var(--bad) } .rule { stroke:var(--dim); stroke-dasharray:4 4 }
+.legend span { margin-right:16px } .legend i { display:inline-block; width:10px; height:10px; border-radius:5px;
+  margin-right:5px }
+"""
+
+
+def to_html(found: Diff) -> str:
+    """The whole comparison as one page."""
+    body = [
+        "<h1>distbench diff</h1>",
+        f'<p class="verdict{" bad" if found.differs else ""}">{_e(found.verdict())}</p>',
+        _sides(found),
+        _sentences("What it points to", found.reading),
+        _settings(found),
+    ]
+    if found.losses is not None:
+        body += ["<h2>Losses</h2>", f"<p>{_e(loss_text(found.losses))}</p>", _loss_plots(found.losses)]
+    if found.gradients:
+        first = found.first_gradients or found.gradients[0]
+        body.append("<h2>Gradients</h2>")
+        body += [_tensors(part, found.tolerance, is_open=part is first) for part in found.gradients]
+    if found.weights is not None:
+        body += ["<h2>Weights</h2>", _tensors(found.weights, found.tolerance, is_open=True)]
+    body.append(_sentences("Notes", found.notes))
+    policy = "default-src 'none'; style-src 'unsafe-inline'"  # even text that slipped through could load nothing
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>distbench diff</title><style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _e(text: str) -> str:
+    return escape(plain(text))
+
+
+def _sides(found: Diff) -> str:
+    rows = []
+    for name, side in (("A", found.a), ("B", found.b)):
+        facts = "; ".join(_e(fact) for fact in (side.kind.value, side.status, side.gate) if fact)
+        rows.append(
+            f'<span class="tag {name.lower()}">{name}</span><span><code>{_e(str(side.path))}</code><br>{facts}</span>'
+        )
+    return f'<div class="sides">{"".join(rows)}</div><p class="dim">Relative differences are |A - B| / |B|.</p>'
+
+
+def _sentences(title: str, sentences: list[str]) -> str:
+    if not sentences:
+        return ""
+    return f"<h2>{title}</h2><ul>{''.join(f'<li>{_e(sentence)}</li>' for sentence in sentences)}</ul>"
+
+
+def _settings(found: Diff) -> str:
+    if not found.settings:
+        return ""
+    rows: list[tuple[bool, tuple[str, ...]]] = [
+        (False, (setting.section, setting.key, value_text(setting.a), value_text(setting.b), setting.unused))
+        for setting in found.settings
+    ]
+    return f"<h2>Settings that differ</h2>{_table(('section', 'setting', 'A', 'B', ''), rows, numeric=())}"
+
+
+def _table(headings: tuple[str, ...], rows: list[tuple[bool, tuple[str, ...]]], numeric: tuple[int, ...]) -> str:
+    """Cells are escaped here. A row's flag marks it as bad."""
+
+    def cells(values: tuple[str, ...], tag: str) -> str:
+        classes = ["n" if index in numeric else "k" if index < 2 else "" for index in range(len(values))]
+        return "".join(f'<{tag} class="{c}">{_e(v)}</{tag}>' for c, v in zip(classes, values, strict=True))
+
+    lines = [f'<tr class="{"bad" if bad else ""}">{cells(values, "td")}</tr>' for bad, values in rows[:MAX_ROWS]]
+    rest = f'<p class="dim">and {len(rows) - MAX_ROWS} more rows</p>' if len(rows) > MAX_ROWS else ""
+    return f'<div class="scroll"><table><tr>{cells(headings, "th")}</tr>{"".join(lines)}</table></div>{rest}'
+
+
+def _loss_plots(losses: LossDifference) -> str:
+    steps = losses.steps[:: -(-len(losses.steps) // MAX_POINTS)]
+    index = {step: i for i, step in enumerate(losses.steps)}
+    curves = {
+        side: [(step, values[index[step]]) for step in steps] for side, values in (("a", losses.a), ("b", losses.b))
+    }
+    x_range = (steps[0], steps[-1]) if steps[0] < steps[-1] else (steps[0] - 1, steps[0] + 1)
+    plot = Plot.frame("loss of both runs by step", x_range, padded(y for curve in curves.values() for _, y in curve))
+    for side, curve in curves.items():
+        plot.line(curve, side)
+    _step_axis(plot, x_range)
+    legend = '<p class="legend"><span><i style="background:var(--a)"></i>A</span>'
+    legend += '<span><i style="background:var(--b)"></i>B, dashed</span></p>'
+    return legend + str(plot) + _loss_differences(losses, x_range)
+
+
+def _loss_differences(losses: LossDifference, x_range: tuple[float, float]) -> str:
+    points = [
+        (step, math.log10(abs(a - b) / abs(b)))
+        for step, a, b in zip(losses.steps, losses.a, losses.b, strict=True)
+        if math.isfinite(a) and math.isfinite(b) and a != b and b != 0
+    ]
+    if not points:
+        return ""
+    points = points[:: -(-len(points) // MAX_POINTS)]
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    plot = Plot.frame("relative difference of losses", x_range, (math.floor(low), math.floor(high) + 1), log=True)
+    plot.line(points, "d")
+    _step_axis(plot, x_range)
+    return f'<p class="dim">relative difference of the losses, where they differ</p>{plot}'
+
+
+def _step_axis(plot: Plot, x_range: tuple[float, float]) -> None:
+    plot.x_ticks((tick, f"{tick:.0f}") for tick in ticks(*x_range, count=8) if tick == int(tick))
+    plot.x_title("step")
+
+
+def _tensors(part: Tensors, tolerance: float, is_open: bool) -> str:
+    notes = "".join(f"<p>{_e(note)}</p>" for note in [*part.notes, *part.replicas])
+    for side, names in (("A", part.only_a), ("B", part.only_b)):
+        if names:
+            listed = ", ".join(f"<code>{_e(name)}</code>" for name in names[:MAX_ROWS])
+            notes += f"<p>only in {side} ({len(names)}): {listed}</p>"
+    content = notes + _parameter_plot(part, tolerance) + _parameter_table(part)
+    mark = '<span class="tag" style="color:var(--bad)">differs</span> ' if part.differs else ""
+    summary = f"<summary>{mark}{_e(tensors_text(part))}</summary>"
+    return f"<details{' open' if is_open else ''}>{summary}{content}</details>"
+
+
+def _parameter_table(part: Tensors) -> str:
+    headings = ("parameter", "", "relative", "cosine", "alpha", "|A|", "|B|", "detail")
+    rows: list[tuple[bool, tuple[str, ...]]] = [
+        (
+            row.differs,
+            (
+                row.name,
+                row.relation + (" (uncertain)" if row.uncertain else ""),
+                figure(row),
+                with_error(row.cosine, row.cosine_error),
+                with_error(row.alpha, row.alpha_error),
+                number(row.norm_a),
+                number(row.norm_b),
+                row.detail,
+            ),
+        )
+        for row in part.rows
+    ]
+    return _table(headings, rows, numeric=(2, 3, 4, 5, 6))
+
+
+def _parameter_plot(part: Tensors, tolerance: float) -> str:
+    """Relative difference of every parameter, in the order of the model, on a logarithmic axis."""
+    rows = _thinned(part)
+    figures = [row.relative for row in rows if row.relative]
+    if not rows or (not figures and not any(_has_no_figure(row) for row in rows)):
+        return ""
+    low = math.floor(math.log10(min(figures, default=1e-8) * LIKELY[0])) - 1
+    high = math.floor(math.log10(max(figures, default=1e-7) * LIKELY[1])) + 1
+    shown_tolerance = math.log10(tolerance) if tolerance > 0 and low < math.log10(tolerance) < high + 2 else None
+    if shown_tolerance is not None:
+        high = max(high, math.floor(shown_tolerance) + 1)
+    plot = Plot.frame("relative difference by parameter", (-0.5, len(rows) - 0.5), (low, high), log=True)
+    for index, row in enumerate(rows):
+        hint = f"{plain(row.name)}: {figure(row)} {row.relation} {plain(row.detail)}"
+        if row.relative:
+            estimated = not row.exact and row.relative_error
+            at = math.log10(row.relative)
+            bar = (at + math.log10(LIKELY[0]), at + math.log10(LIKELY[1])) if estimated else None
+            plot.stem(index, at, "estimated" if estimated else "exact", hint, bar)
+        elif _has_no_figure(row):
+            plot.stem(index, high, "undefined", hint)
+        else:
+            plot.stem(index, low, "equal", hint)
+    if shown_tolerance is not None:
+        plot.rule(shown_tolerance, f"tolerance {tolerance:g}")
+    plot.x_ticks(_name_ticks(rows))
+    plot.x_title("parameters in the order of the model (hover for names)")
+    legend = [
+        ("--a", "exact"),
+        ("--estimate", "estimated, bar: 95 %"),
+        ("--good", "equal"),
+        ("--bad", "no figure: see table"),
+    ]
+    items = "".join(f'<span><i style="background:var({colour})"></i>{text}</span>' for colour, text in legend)
+    return f'<p class="legend">{items}</p>{plot}'
+
+
+def _has_no_figure(row: Row) -> bool:
+    """Differs, and no relative difference says how far: NaN, None, another shape, a reference that is zero."""
+    return row.relation not in ("bitwise", "equal") and row.relative is None
+
+
+def _thinned(part: Tensors) -> list[Row]:
+    """Rows in the order of the model; beyond MAX_POINTS the worst of each group of neighbours."""
+    by_name = {row.name: row for row in part.rows}
+    rows = [by_name[name] for name in part.order]
+    size = max(1, -(-len(rows) // MAX_POINTS))
+    return [max(rows[i : i + size], key=lambda row: row.severity) for i in range(0, len(rows), size)]
+
+
+def _name_ticks(rows: list[Row]) -> Iterable[tuple[float, str]]:
+    """Where a new block begins, by the first two parts of its names: as many as have room."""
+    starts: list[tuple[float, str]] = []
+    previous = None
+    for index, row in enumerate(rows):
+        block = ".".join(row.name.split(".")[:2])
+        if block != previous:
+            starts.append((index, plain(block)[:18]))
+        previous = block
+    return starts[:: max(1, -(-len(starts) // 8))]
