@@ -1,6 +1,7 @@
 # Everything a checkout needs, from one command each. `make help` lists them.
 PYTHON ?= python3.11
 VENV := .venv
+PIP_FLAGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
@@ -14,7 +15,7 @@ setup: $(STAMP)  ## make .venv with pinned dependencies (skipped when up to date
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 demo: setup      ## the main job: strategies x precisions on CPU, two ranks, under two minutes

@@ -103,14 +103,18 @@ def _same_start(model: nn.Module, world: World) -> str:
     return digests[0]
 
 
+def _holds_weights(module: nn.Module) -> bool:
+    """Of its own; FSDP with use_orig_params=false turns them into plain tensors, views of the flat parameter."""
+    return any(isinstance(value, torch.Tensor) for value in [*module.parameters(recurse=False), *vars(module).values()])
+
+
 class EffectiveDtypes(Observer):
     """Reads back, in the first step, the dtypes that are really there: of parameters, compute, gradients, reduction,
     optimizer state and buffers. `compute` is the dtype of the first parameterised leaf's output in forward."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.seen: dict[str, str | None] = {"compute": None}
-        leaves = (m for m in trainer.module.modules() if not list(m.children()) and list(m.parameters(recurse=False)))
-        leaf = next(leaves, None)
+        leaf = next((m for m in trainer.module.modules() if not list(m.children()) and _holds_weights(m)), None)
         self._handle = None if leaf is None else leaf.register_forward_hook(self._observe)
 
     def _observe(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -433,7 +433,9 @@ def from_container(container: dict[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         from distbench.hydra_edge import explain
 
-        raise ConfigError(explain(error)) from error
+        message = explain(error)
+        where = "" if not error.full_key or error.full_key in message else f"{error.full_key}: "
+        raise ConfigError(f"{where}{message}") from error
     assert isinstance(config, Config)
     return config
 

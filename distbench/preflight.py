@@ -40,6 +40,7 @@ def preflight(config: Config) -> tuple[Config, nn.Module | None, list[str]]:
         locate(config.fault._target_, "fault._target_")
     model = _meta_model(config)
     if model is not None:
+        _check_batch_norm(config.precision, model)
         notes += _check_units(config, model)
         notes += _slow_low_precision(config, model)
     return config, model, notes
@@ -88,6 +89,19 @@ def _meta_model(config: Config) -> nn.Module | None:
             # Factories that load files or compute with their weights need real storage; the ranks build it for real
             # and report what is wrong with it, if anything is.
             return None
+
+
+def _check_batch_norm(precision: Precision, model: nn.Module) -> None:
+    """torch's batch normalisation wants its weights and its running statistics in one dtype."""
+    if precision.autocast or precision.compute_dtype in (precision.param_dtype, precision.buffer_dtype):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.running_mean is not None:
+            raise ConfigError(
+                f"precision={precision.name} casts {name}'s weights to {precision.compute_dtype} but not its running "
+                f"statistics, which torch's {type(module).__name__} refuses; set "
+                f"precision.buffer_dtype={precision.compute_dtype}, or use precision={precision.compute_dtype}_autocast"
+            )
 
 
 def _check_units(config: Config, model: nn.Module) -> list[str]:

@@ -11,7 +11,6 @@ training. It is a collective where there are several ranks: every rank must call
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -25,7 +24,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from distbench.errors import SummaryError
 from distbench.numerics.shards import DTYPES, Shard
-from distbench.numerics.summary import Summary, summarize
+from distbench.numerics.summary import Summary, same_everywhere, summarize
 from distbench.strategies import torch_fsdp1, torch_fsdp2
 from distbench.strategies.slots import Slot
 
@@ -114,18 +113,19 @@ class GradientRecorder:
         """`agree`, or who does not: after reduction every rank must have come to the same gradients."""
         if self._size == 1:
             return "agree"
+        group = self.group or dist.group.WORLD
+        assert group is not None
         digests = [parameter.digest for parameter in summary]
-        names = hashlib.sha256("\n".join(summary.names).encode()).hexdigest()
-        content = hashlib.sha256(str(digests).encode()).hexdigest()
-        found = _gather((names, content), self.group, self._size)
-        if len({name for name, _ in found}) > 1:
+        same_names, same_digests = same_everywhere(["\n".join(summary.names), str(digests)], group)
+        if not same_names:
             raise SummaryError("ranks hold different parameters; give each set its own recorder and group=")
-        if len({digest for _, digest in found}) == 1:
+        if same_digests:
             return "agree"
-        everywhere = _gather(digests, self.group, self._size)
-        ranks = [rank for rank, theirs in enumerate(everywhere) if theirs != everywhere[0]]
-        first = next(name for i, name in enumerate(summary.names) if any(t[i] != everywhere[0][i] for t in everywhere))
-        return f"{len(ranks)} of {self._size} ranks differ from the first (rank {ranks[0]} on), from {first} on"
+        everywhere: list[list[int]] = [[]] * self._size
+        dist.all_gather_object(everywhere, digests, group=group)
+        others = [rank for rank, theirs in enumerate(everywhere) if theirs != everywhere[0]]
+        first = next(name for name, *found in zip(summary.names, *everywhere, strict=True) if len(set(found)) > 1)
+        return f"{len(others)} of {self._size} ranks differ from the first (rank {others[0]} on), from {first} on"
 
     @property
     def _size(self) -> int:
@@ -151,12 +151,6 @@ def naming(module: nn.Module) -> Callable[[str], str]:
         return ".".join(part for part in name.split(".") if part not in TRANSPARENT)
 
     return canonical
-
-
-def _gather(share: object, group: dist.ProcessGroup | None, size: int) -> list:
-    shares: list = [None] * size
-    dist.all_gather_object(shares, share, group=group)
-    return shares
 
 
 # --- where gradients are
@@ -219,18 +213,18 @@ def _local(name: str, gradient: Tensor, parameter: nn.Parameter) -> Tensor:
     if isinstance(gradient, DTensor):
         if any(placement.is_partial() for placement in gradient.placements):
             raise SummaryError(
-                f"gradient of {name} is Partial over a mesh axis: each rank holds a summand, not a value. Redistribute it "
-                "before recording: p.grad = p.grad.redistribute(placements=p.placements)"
+                f"gradient of {name} is Partial over a mesh axis: each rank holds a summand, not a value. Redistribute "
+                "it before recording: p.grad = p.grad.redistribute(placements=p.placements)"
             )
         if not isinstance(parameter, DTensor) or gradient.placements != parameter.placements:
             raise SummaryError(
-                f"gradient of {name} is placed as {gradient.placements}, its parameter otherwise: redistribute it before "
-                "recording: p.grad = p.grad.redistribute(placements=p.placements)"
+                f"gradient of {name} is placed as {gradient.placements}, its parameter otherwise: redistribute it "
+                "before recording: p.grad = p.grad.redistribute(placements=p.placements)"
             )
-        gradient, parameter = gradient.to_local(), parameter.to_local()  # type: ignore[assignment]
+        gradient, parameter = gradient.to_local(), parameter.to_local()
     if gradient.shape != parameter.shape:
         raise SummaryError(
-            f"gradient of {name} has shape {list(gradient.shape)} here, its parameter {list(parameter.shape)}: it is not "
-            "reduced yet. Record after the last micro-batch's backward, outside no_sync"
+            f"gradient of {name} has shape {list(gradient.shape)} here, its parameter {list(parameter.shape)}: it is "
+            "not reduced yet. Record after the last micro-batch's backward, outside no_sync"
         )
     return gradient

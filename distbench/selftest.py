@@ -210,7 +210,7 @@ def _try(cell: Cell, fault: type[CatalogueFault], out: Path, progress: str) -> R
         f"strategy={cell.strategy}",
         f"precision={cell.precision}",
         f"launch.nproc={cell.ranks}",
-        *fault.overrides_for(cell.strategy, cell.ranks),
+        *fault.overrides_for(cell.strategy, cell.precision, cell.ranks),
         "gate.keep_gradients=true",
     ]
     trial = run_trial(own, out, f"fault_{cell.name}")

@@ -39,7 +39,7 @@ class StepMetrics:
     """Positions consumed by all ranks: samples x length of the input's first dimension."""
     data_seconds: float
     step_seconds: float
-    """From asking for the batch to the device having finished the optimizer."""
+    """From asking for the batch to the device having finished the optimizer, less what observers took."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,12 @@ class Trainer:
 
         gradients = self.strategy.gradients(self.module)
         self.scaler.unscale(gradients)
+        watched = time.perf_counter()
         if self.observers:
             backward = Backward(self.step + 1, batches, float(loss_sum), count, scale)
             for observer in self.observers:
                 observer.on_gradients(backward, self)
+        watched = time.perf_counter() - watched
 
         total_loss, norm = self.agree(loss_sum, gradients)
         clip = self.clip(gradients, norm)
@@ -138,7 +140,7 @@ class Trainer:
             samples=samples,
             tokens=samples * (batches[0].inputs.shape[1] if batches[0].inputs.dim() > 1 else 1),
             data_seconds=data_seconds,
-            step_seconds=time.perf_counter() - start,
+            step_seconds=time.perf_counter() - start - watched,
         )
 
     def forward(self, batch: Batch) -> Tensor:

@@ -69,9 +69,7 @@ def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
     flat = not any(name in anywhere for name in trainer_names(trainer))
     state = strategy.full_state(module)
     buffers = {strategy.canonical_name(name) for name, _ in module.named_buffers()}
-    return {
-        name: value.clone() for name, value in state.items() if name not in buffers and (flat or name in anywhere)
-    }
+    return {name: value.clone() for name, value in state.items() if name not in buffers and (flat or name in anywhere)}
 
 
 def trainer_names(trainer: Trainer) -> list[str]:

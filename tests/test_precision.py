@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distbench.build import EffectiveDtypes, build_trainer
-from distbench.config import SGD, Config, LossScaler, Precision
+from distbench.config import SGD, Config, LossScaler, NoWrap, Precision
 from distbench.errors import UserModelError
 from distbench.launching.world import World
 from distbench.precision import CastParameters, PrecisionPolicy, Scaler
@@ -174,7 +174,7 @@ def test_dtypes_are_read_back_and_not_copied_from_the_config() -> None:
 def scaling(strategy: str, **scaler: float) -> Config:
     """Only the first output feature has large gradients, so that only rank 0's shard overflows."""
     chosen = precision("fp16", scaler=LossScaler(enabled=True, **scaler))  # type: ignore[arg-type]
-    return custom("Lopsided", strategy, precision=chosen, optimizer=SGD(lr=1e-3), steps=16)
+    return custom("Lopsided", strategy, precision=chosen, optimizer=SGD(lr=1e-3), wrap=NoWrap(), steps=16)
 
 
 def watch_overflow(world: World, config: Config, steps: int) -> tuple[list[StepMetrics], list[bool], list[float]]:
@@ -182,7 +182,8 @@ def watch_overflow(world: World, config: Config, steps: int) -> tuple[list[StepM
     trainer, _ = build_trainer(config, world)
     metrics, finite, weights = [], [], []
     for _ in range(steps):
-        weights.append(sum(float(trainer.strategy.local(p.detach()).double().sum()) for p in trainer.module.parameters()))
+        local = [trainer.strategy.local(parameter.detach()) for parameter in trainer.module.parameters()]
+        weights.append(sum(float(tensor.double().sum()) for tensor in local))
         metrics.append(trainer.train_step())
         finite.append(all(bool(g.isfinite().all()) for g in trainer.strategy.gradients(trainer.module)))
     return metrics, finite, weights

@@ -60,7 +60,8 @@ class BuffersResetLater(CatalogueFault):
     """
 
     overrides = NORMED_MODEL
-    checks = ("buffers", "carried_weights", "carried_buffers")
+    overrides_on: ClassVar = {"bf16": ("precision.buffer_dtype=bf16",)}
+    checks = ("buffers",)
     diagnosis = ("later_steps",)
 
     def __init__(self, after: int = 1) -> None:

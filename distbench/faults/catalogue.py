@@ -27,7 +27,7 @@ class CatalogueFault(Fault):
     overrides: ClassVar[tuple[str, ...]] = ()
     """What the run must be like for the fault to do anything, as command-line overrides."""
     overrides_on: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The same, for one strategy or one number of ranks (`"4"`) only."""
+    """The same, for one strategy, precision or number of ranks (`"4"`) only."""
     checks: ClassVar[tuple[str, ...]] = ()
     """The gate's checks, one of which must be the first to fail."""
     location: ClassVar[tuple[str, ...]] = ()
@@ -41,8 +41,9 @@ class CatalogueFault(Fault):
         return (cls.__doc__ or "").strip().splitlines()[0]
 
     @classmethod
-    def overrides_for(cls, strategy: str, ranks: int) -> list[str]:
-        return [*cls.overrides, *cls.overrides_on.get(strategy, ()), *cls.overrides_on.get(str(ranks), ())]
+    def overrides_for(cls, strategy: str, precision: str, ranks: int) -> list[str]:
+        more = [cls.overrides_on.get(key, ()) for key in (strategy, precision, str(ranks))]
+        return [override for part in [cls.overrides, *more] for override in part]
 
 
 def catalogue() -> dict[str, type[CatalogueFault]]:

@@ -28,8 +28,9 @@ def draw(seed: int, index: int) -> list[str]:
     overrides += _precision(rng)
     model, batched_norm, uniform = _model(rng)
     overrides += model
-    if batched_norm and micro == 1:  # batch normalisation needs more than one sample
-        overrides[3] = f"global_batch={2 * accumulation * ranks}"
+    if batched_norm:
+        overrides[3] = f"global_batch={max(2, micro) * accumulation * ranks}"  # one sample has no variance
+        overrides += _buffers_as_cast(overrides)
     overrides += _optimizer(rng)
     overrides += _strategy(rng, strategy, ranks, uniform, overrides)
     return overrides
@@ -47,10 +48,15 @@ def _precision(rng: random.Random) -> list[str]:
     if name == "bf16" and rng.random() < 0.15:
         overrides.append("precision.param_dtype=bf16")
     if name.startswith("fp16"):
-        overrides.append(f"precision.scaler.init_scale={rng.choice((1.0, 1024.0, 65536.0, 16777216.0))}")
+        overrides.append(f"precision.scaler.init_scale={rng.choice((1.0, 1000.0, 1024.0, 65536.0, 16777216.0))}")
         overrides.append(f"precision.scaler.growth_interval={rng.choice((1, 2, 2000))}")
         overrides.append("steps=12")
     return overrides
+
+
+def _buffers_as_cast(overrides: list[str]) -> list[str]:
+    """torch's batch normalisation wants its statistics in the dtype of its weights."""
+    return [f"precision.buffer_dtype={name}" for name in ("bf16", "fp16") if f"precision={name}" in overrides]
 
 
 def _model(rng: random.Random) -> tuple[list[str], bool, bool]:

@@ -97,8 +97,8 @@ class LossReportedLocally(CatalogueFault):
     """
 
     seen_in = "deepspeedai/DeepSpeed#7718"
-    checks = ("reported_loss", "loss")
-    diagnosis = ("reporting", "data", "reduction", "unknown")
+    checks = ("reported_loss",)
+    diagnosis = ("missing_sync",)
 
     def install(self, trainer: Trainer) -> None:
         def agree(

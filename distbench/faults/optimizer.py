@@ -60,7 +60,7 @@ class SchedulerTimesWorld(CatalogueFault):
 
     seen_in = "huggingface/accelerate#1398"
     overrides = ("optimizer.schedule=linear",)
-    checks = ("update",)
+    checks = ("update", "optimizer_groups")
     diagnosis = ("optimizer", "later_steps")
 
     def install(self, trainer: Trainer) -> None:

@@ -24,7 +24,7 @@ class InfVerdictLocal(CatalogueFault):
     strategies = SHARDED
     why_not = "under DDP every rank holds all gradients and reaches the same verdict"
     precisions = ("fp16",)
-    overrides = ("precision.scaler.init_scale=16777216", "clip_norm=null", "steps=8")
+    overrides = ("precision.scaler.init_scale=280000", "clip_norm=null", "steps=8")
     checks = ("norm", "update", "skipped")
     diagnosis = ("optimizer", "clipping")
 

@@ -86,7 +86,7 @@ class ShardsSwapped(CatalogueFault):
     why_not = "under DDP every rank loads the whole parameter"
     overrides = ("model.hidden_dim=16",)
     overrides_on: ClassVar = {"fsdp": ("strategy.use_orig_params=false",)}
-    checks = ("loss", "weights_between", "carried_weights", "gradients")
+    checks = ("loss", "gradients")
     diagnosis = ("later_steps",)
 
     def __init__(self, after: int = 1) -> None:

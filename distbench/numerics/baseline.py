@@ -228,7 +228,7 @@ class GradientSums:
             if single:
                 local[name] = gradient
             elif name in local:
-                local[name] += gradient.to(dtype)
+                local[name] += gradient  # not cast first: added in the wider of the two dtypes, and rounded once
             else:
                 local[name] = gradient.to(dtype, copy=True)
 
@@ -446,6 +446,12 @@ def _owned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}
 
 
+def _numbers(step: dict[str, Any]) -> dict[str, Any]:
+    """One step's facts with its numbers as numbers: JSON has none that are not finite, so they were written as text."""
+    plain = {name: float(step[name]) for name in ("loss", "scale", "next_scale", "grad_norm", "clip", "lr")}
+    return {**step, **plain, "losses": [float(loss) for loss in step["losses"]]}
+
+
 class Baseline:
     """A finished baseline on disk, read in slices."""
 
@@ -454,7 +460,7 @@ class Baseline:
         self.folder = folder
         try:
             self.facts: dict[str, Any] = json.loads((folder / "baseline.json").read_text())
-            self.steps: list[dict[str, Any]] = self.facts["steps"]
+            self.steps: list[dict[str, Any]] = [_numbers(step) for step in self.facts["steps"]]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise BaselineError(f"baseline {folder} is damaged: {error}") from error
 

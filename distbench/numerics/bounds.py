@@ -1,15 +1,16 @@
 """The proven bound on the order of summation, and how many roundings each strategy spends (docs/bounds.md).
 
-For terms x_1 ... x_n added in any order and any tree, each passing through at most m roundings of unit roundoff u,
+For terms x_1 ... x_N added in any order and any tree, each passing through at most m roundings of unit roundoff u,
 
-    | computed - exact | <= gamma_m * sum |x_i| + m * eta,      gamma_m = m u / (1 - m u)
+    | computed - exact | <= ((1 + u)^m - 1) * sum |x_i| + underflow,      (1 + u)^m - 1 <= gamma_m = m u / (1 - m u)
 
-(Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., ch. 4 and section 2.1 for the subnormal term; eta is the
-smallest subnormal of the format). It is a theorem, so a violation is a fault, never bad luck.
+(Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., lemma 3.1 and section 4.2; section 2.1 for underflow).
+It is a theorem, so a violation is a fault, never bad luck.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -32,10 +33,9 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def gamma(m: int, u: float) -> float:
-    """gamma_m = m u / (1 - m u). Raises ValueError where m u >= 1: nothing is promised there."""
-    if m * u >= 1:
-        raise ValueError(f"{m} roundings of unit roundoff {u} bound nothing")
-    return m * u / (1 - m * u)
+    """(1 + u)^m - 1: at most Higham's gamma_m = m u / (1 - m u), and defined for every m. No rounding here is in a
+    denominator, so the sharper form holds."""
+    return math.expm1(m * math.log1p(u))
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Reduction:
     synced: bool
     """Every micro-batch is reduced, not only the last."""
     carries: bool
-    """Synced micro-batches: True where the running average is reduced again with the next one (DDP), False where each is
-    reduced alone and added to the sharded gradient (FSDP)."""
+    """Synced micro-batches: True where the running average is reduced again with the next one (DDP), False where each
+    is reduced alone and added to the sharded gradient (FSDP)."""
     accumulate_dtype: str
     """Unsynced micro-batches are added up in it."""
     compute_dtype: str
@@ -63,7 +63,9 @@ class Reduction:
 
     @property
     def divide_before(self) -> int:
-        """The power of two by which fp16 is divided before the sum (torch FSDP's rule: about sqrt(N))."""
+        """What the replay divides terms by before it adds them; the rest of N divides their sum. For fp16 torch FSDP's
+        power of two, about sqrt(N). With two ranks only subnormals and overflow can tell one choice from another, so
+        strategies that make others share the baseline."""
         before = 1
         if self.reduce_dtype == "fp16":
             n = self.world_size
@@ -73,56 +75,83 @@ class Reduction:
 
     @property
     def num_roundings(self) -> int:
-        """m: the most roundings any one term goes through.
+        """m: the most roundings any one term goes through, of the reduction dtype and of the master's."""
+        return sum(self._roundings())
 
-        One reduction costs N - 1 additions, the cast to the reduction dtype where that is narrower, and two for dividing
-        by N (a product with a rounded reciprocal, or a division on each side of the sum), none where N is a power of
-        two. Synced micro-batches add k - 1 additions; where the running average is carried, every reduction again.
+    def _roundings(self) -> tuple[int, int]:
+        """Of the reduction dtype, and of the master dtype.
+
+        One reduction costs N - 1 additions, the cast to the reduction dtype where that is narrower, and two for
+        dividing by N (a product with a rounded reciprocal, or a division on each side of the sum), none where N is a
+        power of two; then the cast to the master dtype where that is narrower still. Synced micro-batches add k - 1
+        additions in the master dtype; where the running average is carried, every reduction again.
         """
         if not self.reduces:
-            return 0
+            return 0, 0
         n, k = self.world_size, self.accumulation if self.synced else 1
         scaling = 0 if n & (n - 1) == 0 else 2
-        cast = int(unit_roundoff(self._dtype(self.reduce_dtype)) > unit_roundoff(self._dtype(self._local_dtype)))
-        once = n - 1 + scaling + cast
-        return (k * once if self.carries else once) + (k - 1)
+        again = k if self.carries else 1
+        return again * (n - 1 + scaling + self._casts_in), again * self._casts_out + k - 1
 
     @property
-    def unit_roundoff(self) -> float:
-        """The coarsest among those roundings."""
-        dtypes = [self.reduce_dtype] + ([self.param_dtype] if self.synced and self.accumulation > 1 else [])
-        return max(unit_roundoff(self._dtype(name)) for name in dtypes)
+    def _casts_in(self) -> bool:
+        """The cast to the reduction dtype rounds."""
+        return unit_roundoff(DTYPES[self.reduce_dtype]) > unit_roundoff(DTYPES[self._local_dtype])
+
+    @property
+    def _casts_out(self) -> bool:
+        """The cast of the reduced gradient to the master dtype rounds."""
+        return unit_roundoff(DTYPES[self.param_dtype]) > unit_roundoff(DTYPES[self.reduce_dtype])
 
     @property
     def _local_dtype(self) -> str:
-        if self.synced and self.carries and self.accumulation > 1:
-            return self.param_dtype  # the carried average has the master dtype's bits
-        return self.accumulate_dtype if self.accumulation > 1 and not self.synced else self.compute_dtype
-
-    @staticmethod
-    def _dtype(name: str) -> torch.dtype:
-        return DTYPES[name]
-
-    @property
-    def subnormal(self) -> float:
-        return SUBNORMAL[self._dtype(self.reduce_dtype)]
-
-    @property
-    def largest(self) -> float:
-        """Largest finite number of the reduction dtype."""
-        return torch.finfo(self._dtype(self.reduce_dtype)).max
+        if self.accumulation == 1:
+            return self.compute_dtype
+        if not self.synced:
+            return self.accumulate_dtype
+        return self.param_dtype if self.carries else self.compute_dtype  # the carried average has the master's bits
 
     def elementwise(self, magnitudes: Tensor, scale: float = 1.0) -> Tensor:
         """The bound per element, fp64: `magnitudes` is A = (1/N) sum over ranks of |g_r|, unscaled; `scale` the loss
         scale under which the reduction ran (its subnormals are that much smaller once unscaled)."""
-        m = self.num_roundings
-        relative = gamma(m, self.unit_roundoff) if m else 0.0
-        return magnitudes.double() * relative + m * self.subnormal / scale
+        relative = self.relative(scale)
+        return magnitudes.double() * relative + self._underflow(scale) * (1 + relative)
+
+    def relative(self, scale: float = 1.0) -> float:
+        """The factor of A."""
+        if not self.reduces:
+            return 0.0
+        reduce, master = self._roundings()
+        if math.frexp(scale)[0] != 0.5:
+            master += 2  # unscaling multiplies by a rounded reciprocal
+        # G and A are rounded sums in fp64 themselves: N - 1 + k - 1 additions, two divisions. Only fp64 runs notice.
+        reference = 2 * (self.world_size + self.accumulation)
+        u_reduce, u_master = (unit_roundoff(DTYPES[name]) for name in (self.reduce_dtype, self.param_dtype))
+        logs = (reduce * math.log1p(u_reduce), master * math.log1p(u_master), reference * math.log1p(2.0**-53))
+        return math.expm1(sum(logs))
+
+    def _underflow(self, scale: float) -> float:
+        """Half a subnormal for every product, quotient and cast that may leave one, as far as it reaches the mean (sums
+        of subnormals are exact). Dividing each of N terms before the sum, the worst place, reaches it with N halves."""
+        if not self.reduces:
+            return 0.0
+        eta_reduce, eta_master = SUBNORMAL[DTYPES[self.reduce_dtype]], SUBNORMAL[DTYPES[self.param_dtype]]
+        n, times = self.world_size, self.accumulation if self.synced else 1
+        once = (n if n > 1 else 0) + (eta_reduce > SUBNORMAL[DTYPES[self._local_dtype]])
+        casts_out = eta_master > eta_reduce
+        scaled = times * (once * eta_reduce + casts_out * eta_master) / 2 / scale
+        return scaled + (0.0 if scale == 1.0 else eta_master / 2)
 
     def may_overflow(self, magnitudes: Tensor, scale: float = 1.0) -> Tensor:
-        """Where some order of summation may leave the reduction dtype's range: infinities there are legal."""
-        most = magnitudes.double() * self.world_size * scale / self.divide_before
-        return most * (1 + 2 * self.num_roundings * self.unit_roundoff) > self.largest
+        """Where some order of summation may leave the range of the reduction or master dtype: infinities there, and the
+        NaN of two opposite ones, are legal."""
+        if not self.reduces:
+            return torch.zeros_like(magnitudes, dtype=torch.bool)
+        before = 1.0 if self._casts_in else self.divide_before  # the cast comes first
+        reduce, master = (torch.finfo(DTYPES[name]).max for name in (self.reduce_dtype, self.param_dtype))
+        most = magnitudes.double() * (1 + self.relative(scale)) * (1 + 2 * unit_roundoff(DTYPES[self.reduce_dtype]))
+        # Unscaling, too, where the scale has fallen below 1.
+        return (most * self.world_size * scale / before > min(reduce, master)) | (most > master)
 
     def to_dict(self) -> dict[str, object]:
         return {

@@ -12,13 +12,15 @@ import inspect
 import json
 import multiprocessing
 import os
+import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import nn
@@ -36,6 +38,7 @@ from distbench.config import (
     world_size,
 )
 from distbench.errors import BaselineError
+from distbench.numerics.baseline import MAX_SKIPPED
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder
 from distbench.strategies import strategy_class
@@ -62,25 +65,35 @@ def ensure_baseline(config: Config, model: nn.Module | None, run: RunFolder, loc
     fit into memory.
     """
     root = Path(config.output_dir).resolve() / ".baselines"
-    root.mkdir(parents=True, exist_ok=True)
     entry = root / key(config, model, local_world_size)
-    with _lock(root / f"{entry.name}.lock"):
-        if _intact(entry):
-            os.utime(entry / "manifest.json")  # least recently used goes first
-            return BaselineEntry(str(entry), reused=True)
-        shutil.rmtree(entry, ignore_errors=True)
-        _check_memory(config, model)
-        temporary = root / f".{entry.name}.tmp"
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        try:
-            _compute(config, temporary, run, local_world_size)
-            write_json(temporary / "manifest.json", {"format": FORMAT, "files": _manifest(temporary)})
-            temporary.rename(entry)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    _evict(root, config.gate.cache_gib * GIB, keep=entry.name)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _lock(root / f"{entry.name}.lock"):
+            _use(entry)
+            if _intact(entry):
+                os.utime(entry / "manifest.json")  # least recently used goes first
+                return BaselineEntry(str(entry), reused=True)
+            _check_memory(config, model)
+            _make(entry, config, run, local_world_size)
+        _evict(root, config.gate.cache_gib * GIB, keep=entry.name)
+    except OSError as error:
+        raise BaselineError(f"cannot write baselines in {root}: {error}; set output_dir=..., or gate=off") from error
     return BaselineEntry(str(entry), reused=False)
+
+
+def _make(entry: Path, config: Config, run: RunFolder, local_world_size: int) -> None:
+    """Compute an entry under another name, and rename it when it is complete."""
+    shutil.rmtree(entry, ignore_errors=True)
+    for left in entry.parent.glob(f".{entry.name}.*.tmp"):  # by a run that was killed; its replay may still be writing
+        shutil.rmtree(left, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f".{entry.name}.", suffix=".tmp"))
+    temporary.chmod(0o755)
+    try:
+        _compute(config, temporary, run, local_world_size)
+        write_json(temporary / "manifest.json", {"format": FORMAT, "files": _manifest(temporary)})
+        temporary.rename(entry)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def discard(path: str) -> None:
@@ -91,6 +104,9 @@ def discard(path: str) -> None:
 def key(config: Config, model: nn.Module | None, local_world_size: int) -> str:
     """Content address: everything that the replay's bits depend on, and nothing else."""
     tree = to_container(config)
+    reduction = strategy_class(config.strategy.name).reduction(config).to_dict()
+    if model is not None and next(model.buffers(), None) is None:
+        reduction["broadcast_buffers"] = None  # nothing to send: ddp and fsdp share their baseline
     parts = {
         name: tree[name] for name in ("model", "precision", "loss", "optimizer", "seed", "clip_norm", "deterministic")
     }
@@ -101,11 +117,13 @@ def key(config: Config, model: nn.Module | None, local_world_size: int) -> str:
             "format": FORMAT,
             "data": [tree["data"], _data_files(config)],
             "batch": batch_shape(config).to_dict(),
-            "reduction": strategy_class(config.strategy.name).reduction(config).to_dict(),
+            "reduction": reduction,
             "steps": min(config.gate.steps, config.steps),
+            "most_steps": min(config.steps, MAX_SKIPPED) if config.precision.scaler.enabled else None,
             "schedule": None if config.optimizer.schedule is Schedule.constant else config.steps,
             "fp64_reference": config.gate.fp64_reference,
             "device": torch.cuda.get_device_name(0) if device == "cuda" else _cpu(),
+            "noise": config.gate.noise if device == "cuda" else None,
             "threads": threads_per_rank(config, local_world_size),
             "torch": torch.__version__,
             "code": _code(config, model),
@@ -114,7 +132,12 @@ def key(config: Config, model: nn.Module | None, local_world_size: int) -> str:
 
 
 def _cpu() -> str:
-    return f"{torch.backends.cpu.get_cpu_capability()} {sys.platform}"
+    """What kernels depend on; matrix products ask the processor itself, so its model is part of it."""
+    name = platform.machine()
+    with suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{name} {torch.backends.cpu.get_cpu_capability()} {sys.platform}"
 
 
 def _data_files(config: Config) -> list[Any]:
@@ -127,7 +150,7 @@ def _data_files(config: Config) -> list[Any]:
 
 
 def _code(config: Config, model: nn.Module | None) -> str:
-    """Digest of the source that computes the baseline: this package's, and the user's model's."""
+    """Digest of the source that computes the baseline: this package's, and the user's model's with what it imported."""
     files = set(Path(__file__).resolve().parents[1].rglob("*.py"))
     classes: list[Any] = [type(module) for module in model.modules()] if model is not None else []
     if isinstance(config.model, CustomModel):
@@ -138,11 +161,26 @@ def _code(config: Config, model: nn.Module | None) -> str:
         except (TypeError, OSError):
             source = None  # built in C, or typed at a prompt: no source to follow
         if source and "/torch/" not in source:
-            files.add(Path(source).resolve())
+            files |= _neighbours(Path(source).resolve())
     content = hashlib.sha256()
     for file in sorted(files):
         content.update(hashlib.sha256(file.read_bytes()).digest())
     return content.hexdigest()[:16]
+
+
+def _neighbours(source: Path) -> set[Path]:
+    """A source file, and the imported modules of its package (without one: of its folder and below)."""
+    root = source.parent
+    while (root / "__init__.py").exists() and (root.parent / "__init__.py").exists():
+        root = root.parent
+    found = {source}
+    if "site-packages" in root.parts:
+        return found  # an installed package changes with its version; its whole source would be much to read
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if name and name.endswith(".py") and "site-packages" not in name and Path(name).resolve().is_relative_to(root):
+            found.add(Path(name).resolve())
+    return {file for file in found if file.is_file()}
 
 
 # --- integrity
@@ -183,10 +221,13 @@ def _intact(entry: Path) -> bool:
 
 
 def _evict(root: Path, limit: float, keep: str) -> None:
-    """Remove least recently used entries until the rest fits, never one that another process has locked."""
+    """Remove least recently used entries until the rest fits, never one that another run makes or uses."""
 
     def size(entry: Path) -> int:
-        return sum(file.stat().st_size for file in entry.iterdir())
+        try:
+            return sum(file.stat().st_size for file in entry.iterdir())
+        except OSError:
+            return 0  # another process has just removed it
 
     def used(entry: Path) -> float:
         try:
@@ -201,10 +242,24 @@ def _evict(root: Path, limit: float, keep: str) -> None:
             return
         if entry.name == keep:
             continue
-        with _lock(root / f"{entry.name}.lock", wait=False) as held:
-            if held:
+        making, using = root / f"{entry.name}.lock", root / f"{entry.name}.use"
+        with _lock(making, wait=False) as unmade, _lock(using, wait=False) as unused:
+            if unmade and unused:
                 total -= size(entry)
                 shutil.rmtree(entry, ignore_errors=True)
+
+
+_used: list[IO[str]] = []
+"""The shared lock on the entry that this process's run uses: the ranks read it long after it was found."""
+
+
+def _use(entry: Path) -> None:
+    """Keep an entry from eviction until this process uses another, or ends."""
+    while _used:
+        _used.pop().close()
+    handle = (entry.parent / f"{entry.name}.use").open("a")
+    fcntl.flock(handle, fcntl.LOCK_SH)
+    _used.append(handle)
 
 
 @contextmanager

@@ -79,14 +79,20 @@ def _cause(
         return "before_communication", f"precision: {check.detail}"
     if check.name in ("norm", "clip"):
         return "clipping", f"{check.detail}; clipped by a norm that is not the global gradient's"
-    if check.name in ("plain_sgd", "update"):
+    if check.name == "scale":
+        return ("later_steps" if later else "scale"), f"loss scaler: {check.detail}"
+    if check.name == "representable":
+        return "reduction", f"changed after the reduction: {check.detail}"
+    if check.name == "reported_loss":
+        return "missing_sync", f"the logged loss is not the mean over ranks: {check.detail}"
+    if check.name in ("plain_sgd", "update", "optimizer_groups", "unused_weights"):
         return "optimizer", _optimizer_cause(check, verdict, location)
     if check.name == "replicas_after":
         return "optimizer", f"ranks took different steps: {check.detail}"
     if check.name == "loss":
         return _loss_cause(check, location, later)
     if check.name == "replicas":
-        return "missing_sync", f"gradients are not reduced over all ranks: {_names(failed, location)}"
+        return "missing_sync", f"gradients are not reduced over all ranks: {_names(failed, location) or check.parameter}"
     if check.name in ("gradients", "none_gradients"):
         return _gradient_cause(check, failed, verdict, location, config, later)
     return "unknown", "unknown"
@@ -125,7 +131,7 @@ def _gradient_cause(
 ) -> tuple[str, str]:
     if check.name == "none_gradients":
         if location.local_gradients_agree:
-            return "missing_sync", f"gradients never reached the parameters: {check.detail}"
+            return "missing_sync", "gradients never reached the parameters"
         return "wrapping", check.detail
     replicas = next((c for c in verdict.checks if c.name == "replicas" and c.step == check.step and not c.passed), None)
     if replicas is not None and location.local_gradients_agree:
@@ -140,6 +146,8 @@ def _gradient_cause(
     if location.phase == "reduction":
         if _one_element(failed):
             return "reduction", f"a few elements of {_names(failed, location)} changed in the reduction (corruption)"
+        if later:
+            return "later_steps", "reduced gradients hold more than this step's, though step 1 was reduced right"
         if all(g.cosine is not None and g.cosine > 0.98 for g in failed) and not few:
             return "reduction", "reduction in a lower precision than declared, or by another algorithm"
         if few:

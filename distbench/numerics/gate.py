@@ -24,7 +24,8 @@ from distbench.numerics.bounds import Reduction, unit_roundoff
 from distbench.numerics.digests import tensor_digest
 from distbench.numerics.shadow import ShadowOptimizer
 from distbench.numerics.state import load_state, restore, snapshot
-from distbench.numerics.summary import Summary, summarize
+from distbench.numerics.summary import ParameterSummary, Summary, summarize
+from distbench.precision import DTYPES
 from distbench.strategies.slots import Slot
 from distbench.trainer import Backward, Observer, StepMetrics, Trainer
 
@@ -80,6 +81,7 @@ class GradientCheck:
     violations: int
     """Elements outside the bound."""
     nonfinite: int
+    """Infinities and NaNs of the run's gradient, legal ones too."""
     power_scale: float
     """Smallest relative scale error that this check was sure to catch."""
     power_element: float
@@ -97,6 +99,16 @@ class Verdict:
     @property
     def first_failure(self) -> Check | None:
         return next((check for check in self.checks if not check.passed), None)
+
+    def _nonfinite(self) -> str:
+        """Infinities and NaNs that the baseline has, too: equal, but not to be passed over."""
+        found = [g for g in self.gradients if g.nonfinite]
+        if not found:
+            return ""
+        first = found[0]
+        count = len({g.name for g in found})
+        where = f"first {first.name} at step {first.step}"
+        return f"; non-finite gradients in {count} parameters, as in the baseline, {where}"
 
     def worst_gradient(self) -> GradientCheck | None:
         """Of the earliest failing step, the parameter that is furthest off."""
@@ -116,9 +128,10 @@ class Verdict:
             bitwise = sum(g.tier == Tier.bitwise for g in compared)
             parameters = f"{len(compared)} of {self.num_parameters} parameters"
             if self.tier is Tier.bitwise:
-                return f"gate PASSED (bitwise, {parameters})"
+                return f"gate PASSED (bitwise, {parameters}{self._nonfinite()})"
             worst = max(g.margin for g in self.gradients if g.tier == self.tier)
-            return f"gate PASSED ({self.tier.value}, {parameters}, {bitwise} of them bitwise, worst margin {worst:.2g})"
+            evidence = f"{bitwise} of them bitwise, worst margin {worst:.2g}"
+            return f"gate PASSED ({self.tier.value}, {parameters}, {evidence}{self._nonfinite()})"
         check = self.first_failure
         assert check is not None
         worst_gradient = self.worst_gradient()
@@ -146,7 +159,8 @@ class Gate(Observer):
         dtypes: EffectiveDtypes,
         reused: bool,
     ) -> None:
-        """`dtypes`: an observer that comes before this one. `reused`: the baseline came from the cache, so other initial weights mean a stale entry, not a fault."""
+        """`dtypes`: an observer that comes before this one. `reused`: the baseline came from the cache, so other
+        initial weights mean a stale entry, not a fault."""
         self.baseline, self.config, self.reduction = baseline, config, reduction
         self.world, self.strategy, self.dtypes = trainer.world, trainer.strategy, dtypes
         self.checks: list[Check] = []
@@ -157,7 +171,6 @@ class Gate(Observer):
         self.exact_state = True
         """The state that the next step starts from is bitwise the baseline's."""
         self.names = list(dict.fromkeys(slot.name for slot in trainer.strategy.slots(trainer.module)))
-        self.inexact_steps: list[int] = []
         self.shadow = ShadowOptimizer(config, trainer)
         self._norm_squared = math.nan
         self._structure(trainer)
@@ -190,14 +203,15 @@ class Gate(Observer):
         different = [p.name for p in expected if p.name in weights and weights[p.name].digest != p.digest]
         agree, ranks = self._replicas_agree(weights)
         buffers = self._buffers_differ(trainer, self.baseline.facts["initial_buffers"])
-        if different and reused and len(different) == len(expected) and agree:
+        if (different or buffers) and reused and agree:
+            # Some weights may be equal all the same: biases start as zeros. A fault is found again with a fresh one.
             raise StaleBaseline(f"baseline {self.baseline.folder.name} was made from other initial weights")
         detail = f"{len(different)} of {len(expected)} parameters differ, first {different[0]}" if different else ""
         if not agree:
             detail = f"ranks hold different weights: {ranks}"
         self._add("initial_weights", 1, not different and agree, detail, ranks=ranks, parameter=(different + [None])[0])
         self._add("initial_buffers", 1, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
-        self.exact_state = not different and not buffers
+        self.exact_state = not different and agree and not buffers
 
     # --- a step's gradients
 
@@ -211,22 +225,24 @@ class Gate(Observer):
         self._norm_squared = sum(p.sum_squares for p in summary) if not any(p.nonfinite for p in summary) else math.inf
         if self.mode == "free":
             self.summaries[step] = summary
+        self.shares = self.world.gather((backward.loss_sum, backward.count, backward.scale))
         if self.mode == "free" and not self.exact_state:
-            self.inexact_steps.append(step)  # a later forced step decides; here only the trajectory is told
-            self._free_loss(backward, expected)
+            self._free_loss(backward, expected)  # the forced step has decided; here only the trajectory is told
         else:
             self._loss(backward, expected)
+            self._scale(backward, expected)
             self._nones(step, summary, expected)
             agree, ranks = self._replicas_agree(self._local_summary)
             self._add("replicas", step, agree, "" if agree else f"ranks hold different gradients: {ranks}", ranks=ranks)
             self._compare_gradients(step, summary, expected, trainer)
+            self._representable(step, trainer, float(expected["scale"]))
         if step == 1 and self.mode == "free":
             self._plain_sgd_step(trainer)
         self.shadow.take_gradients(trainer)
 
     def _shapes(self, step: int, trainer: Trainer) -> None:
-        """Each gradient has its own parameter's local shape: a sharded parameter with a whole gradient was never reduced,
-        and neither an optimizer nor a comparison can use it."""
+        """Each gradient has its own parameter's local shape: a sharded parameter with a whole gradient was never
+        reduced, and neither an optimizer nor a comparison can use it."""
         local = self.strategy.local
         wrong = [
             slot.name
@@ -254,20 +270,47 @@ class Gate(Observer):
 
     def _loss(self, backward: Backward, expected: dict[str, Any]) -> None:
         """Before any communication, so every rank's own loss must be the replay's to the bit."""
-        shares = self.world.gather((backward.loss_sum, backward.count))
         wrong = [
             rank
-            for rank, (loss, _) in enumerate(shares)
+            for rank, (loss, _, _) in enumerate(self.shares)
             if not _same_number(loss, expected["losses"][rank]) and not self._near(loss, expected["losses"][rank])
         ]
-        counts = sorted({count for _, count in shares})
+        counts = sorted({count for _, count, _ in self.shares})
         detail = ""
         if wrong:
             rank = wrong[0]
-            detail = f"rank {rank} has loss sum {shares[rank][0]!r}, the baseline {expected['losses'][rank]!r}"
+            detail = f"rank {rank} has loss sum {self.shares[rank][0]!r}, the baseline {expected['losses'][rank]!r}"
         if counts != [expected["count"]]:
             detail = f"normalised by {counts}, the baseline by {expected['count']}"
         self._add("loss", backward.step, not detail, detail, ranks=wrong)
+
+    def _scale(self, backward: Backward, expected: dict[str, Any]) -> None:
+        """Every rank's loss scale is the baseline's: gradients hide it as long as nothing over- or underflows."""
+        details = [
+            f"loss scale {scale:g}, the baseline's is {expected['scale']:g}" if scale != expected["scale"] else ""
+            for _, _, scale in self.shares
+        ]
+        self._add_by_rank("scale", backward.step, details)
+
+    def _representable(self, step: int, trainer: Trainer, scale: float) -> None:
+        """A gradient that was reduced in a narrower dtype than it is kept in has that dtype's values. So anything that
+        was done to it afterwards shows, however small beside the bound."""
+        reduction = self.reduction
+        dtype, master = DTYPES[reduction.reduce_dtype], DTYPES[reduction.param_dtype]
+        added_up = reduction.synced and reduction.accumulation > 1
+        exact_scale = math.frexp(scale)[0] == 0.5
+        narrower = unit_roundoff(dtype) > unit_roundoff(master)
+        if not reduction.reduces or reduction.world_size == 1 or added_up or not exact_scale or not narrower:
+            return
+        wrong = []
+        for slot in self.strategy.slots(trainer.module):
+            if slot.parameter.grad is not None:
+                scaled = slot.cut(self.strategy.local(slot.parameter.grad)) * scale
+                if not torch.equal(scaled.nan_to_num(), scaled.to(dtype).to(scaled.dtype).nan_to_num()):
+                    wrong.append(slot.name)
+        names = sorted({name for names in self.world.gather(wrong) for name in names})
+        detail = f"{len(names)} gradients are not values of {reduction.reduce_dtype}, in which they were reduced"
+        self._add("representable", step, not names, detail if names else "", parameter=names[0] if names else None)
 
     def _near(self, a: float, b: float) -> bool:
         """Where local arithmetic may differ legitimately, a loss within the noise allowance."""
@@ -277,24 +320,27 @@ class Gate(Observer):
         return abs(a - b) <= 64 * u * max(abs(a), abs(b))
 
     def _free_loss(self, backward: Backward, expected: dict[str, Any]) -> None:
-        total = sum(self.world.gather(backward.loss_sum)) / backward.count
+        total = sum(loss for loss, _, _ in self.shares) / backward.count
         drift = abs(total - expected["loss"]) / max(abs(expected["loss"]), 1e-300)
         self._add("trajectory", backward.step, True, f"loss differs by {drift:.3g} relative: rounding of earlier steps")
 
     def _nones(self, step: int, summary: Summary, expected: dict[str, Any]) -> None:
         """A gradient that is None where the baseline has one, or the other way round (all zeros count as None)."""
         absent = set(expected["nones"])
-        wrong = []
+        lost, new = [], []
         for parameter in summary:
             here = parameter.is_none
             zero = parameter.elements and parameter.zeros == parameter.elements
             if here and parameter.name not in absent:
-                wrong.append(f"{parameter.name} has no gradient")
+                lost.append(parameter.name)
             elif not here and parameter.name in absent and not zero:
-                wrong.append(f"{parameter.name} has a gradient, the baseline none")
-        self._add(
-            "none_gradients", step, not wrong, "; ".join(wrong[:5]), parameter=wrong[0].split()[0] if wrong else None
+                new.append(parameter.name)
+        detail = "; ".join(
+            f"{len(names)} parameters {what}, first {names[0]}"
+            for names, what in ((lost, "have no gradient"), (new, "have a gradient and the baseline none"))
+            if names
         )
+        self._add("none_gradients", step, not detail, detail, parameter=(lost + new)[0] if lost or new else None)
 
     def _compare_gradients(self, step: int, summary: Summary, expected: dict[str, Any], trainer: Trainer) -> None:
         reference = self.baseline.summary(step)
@@ -309,7 +355,7 @@ class Gate(Observer):
         for parameter in reference:
             if parameter.name in absent or parameter.name in rest or parameter.name not in found:
                 continue
-            u = unit_roundoff(torch.float32)
+            u = unit_roundoff(DTYPES[self.config.precision.param_dtype])
             rows.append(
                 GradientCheck(
                     parameter.name,
@@ -326,7 +372,7 @@ class Gate(Observer):
                     0.0,
                 )
             )
-        rows += self._within_bound(step, [name for name in rest if name in found], expected, trainer)
+        rows += self._within_bound(step, [name for name in rest if name in found], summary, expected, trainer)
         order = {name: index for index, name in enumerate(self.names)}
         rows.sort(key=lambda row: order[row.name])
         self.gradients += rows
@@ -343,7 +389,7 @@ class Gate(Observer):
         )
 
     def _within_bound(
-        self, step: int, names: list[str], expected: dict[str, Any], trainer: Trainer
+        self, step: int, names: list[str], summary: Summary, expected: dict[str, Any], trainer: Trainer
     ) -> list[GradientCheck]:
         """Elementwise against the bound, each rank on its own slice; two small all-reduces for all parameters."""
         if not names:
@@ -374,27 +420,25 @@ class Gate(Observer):
             dist.all_reduce(sums, group=group)
             dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
         return [
-            self._judge(step, name, row, top, int(numel))
-            for name, row, top, numel in zip(names, sums.tolist(), maxima.tolist(), self._numels(names), strict=True)
+            self._judge(step, summary[name], row, top)
+            for name, row, top in zip(names, sums.tolist(), maxima.tolist(), strict=True)
         ]
 
-    def _numels(self, names: list[str]) -> list[int]:
-        reference = self.baseline.weights(0)
-        return [reference[name].numel for name in names]
-
-    def _judge(self, step: int, name: str, sums: list[float], maxima: list[float], numel: int) -> GradientCheck:
-        error, mean_square, product, own_square, violations, nonfinite = sums
+    def _judge(self, step: int, found: ParameterSummary, sums: list[float], maxima: list[float]) -> GradientCheck:
+        name, numel = found.name, found.numel
+        error, mean_square, product, own_square, violations, illegal = sums
         margin, power_scale, power_element = maxima
         relative = None if mean_square == 0 else math.sqrt(error / mean_square)
         tolerance = self.config.gate.tolerance
         if tolerance is not None:
-            inside = relative is not None and relative <= tolerance
-            tier = Tier.tolerance if inside and not nonfinite else Tier.fail
-            margin = math.inf if relative is None else relative / tolerance
+            off = math.sqrt(error) if relative is None else relative  # where G is all zero, so must the gradient be
+            inside = off == 0 if relative is None else off <= tolerance
+            tier = Tier.tolerance if inside and not illegal else Tier.fail
+            margin = off / tolerance
             power_scale = tolerance
         elif violations == 0 and self.reduction.reduces:
             tier = Tier.bound
-        elif self._noise_allowed() and self._within_noise(name, relative) and not nonfinite:
+        elif self._noise_allowed() and self._within_noise(name, relative) and not illegal:
             tier = Tier.noise
         else:
             tier = Tier.fail
@@ -409,7 +453,7 @@ class Gate(Observer):
             alpha=None if mean_square == 0 else product / mean_square,
             margin=margin,
             violations=int(violations),
-            nonfinite=int(nonfinite),
+            nonfinite=found.nonfinite,
             power_scale=1 / power_scale if power_scale else math.inf,
             power_element=math.inf if rms == 0 else power_element / rms,
         )
@@ -443,6 +487,7 @@ class Gate(Observer):
         step, expected = metrics.step, self.baseline.step(metrics.step)
         if step == 1:
             self._dtypes(trainer)
+        self._reported_loss(metrics)
         self._norm_and_clip(metrics)
         self._update(step, metrics, trainer)
         weights = self._summary(trainer, gradients=False)
@@ -450,12 +495,20 @@ class Gate(Observer):
         self._add("replicas_after", step, agree, "" if agree else f"ranks hold different weights: {ranks}", ranks=ranks)
         buffers = self._buffers_differ(trainer, expected["buffers"])
         exact = all(p.name in weights and weights[p.name].digest == p.digest for p in self.baseline.weights(step))
+        if self.exact_state:  # every forced step starts from the baseline's
+            self._add("buffers", step, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
+            self._unused_weights(step, weights, expected["nones"])
         if self.mode == "free":
-            if self.exact_state:
-                self._add("buffers", step, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
-            self.exact_state = self.exact_state and exact and not buffers
+            self.exact_state = self.exact_state and exact and agree and not buffers
         if any(not check.passed for check in self.checks):
             raise StopGate
+
+    def _unused_weights(self, step: int, weights: Summary, unused: list[str]) -> None:
+        """Parameters without a gradient stay as the baseline's do: a gradient of zeros lets weight decay move them."""
+        after = self.baseline.weights(step)
+        moved = [name for name in unused if name in weights and weights[name].digest != after[name].digest]
+        detail = f"{len(moved)} parameters without a gradient moved, first {moved[0]}" if moved else ""
+        self._add("unused_weights", step, not moved, detail, parameter=moved[0] if moved else None)
 
     def _dtypes(self, trainer: Trainer) -> None:
         """What was read back from the built objects is what the precision declares."""
@@ -472,26 +525,27 @@ class Gate(Observer):
         ]
         self._add("dtypes", 1, not wrong, "; ".join(wrong))
 
+    def _reported_loss(self, metrics: StepMetrics) -> None:
+        """The loss that is logged is the global one, on every rank: the curve that people compare."""
+        total, size = sum(loss for loss, _, _ in self.shares), sum(abs(loss) for loss, _, _ in self.shares)
+        details = []
+        for reported, (_, count, _) in zip(self.world.gather(metrics.loss), self.shares, strict=True):
+            right = _same_number(reported, total / count) or abs(reported - total / count) <= 1e-9 * size / count
+            details.append("" if right else f"reports loss {reported!r}, the global one is {total / count!r}")
+        self._add_by_rank("reported_loss", metrics.step, details)
+
     def _norm_and_clip(self, metrics: StepMetrics) -> None:
-        """The norm the trainer clipped by against the gradient's own, and the coefficient it used."""
-        norm = math.sqrt(self._norm_squared) if math.isfinite(self._norm_squared) else math.inf
-        clip = self.config.clip_norm
-        detail = ""
-        if not math.isfinite(norm):
-            if math.isfinite(metrics.grad_norm):
-                detail = f"norm {metrics.grad_norm!r}, but gradients are not finite"
-        elif abs(metrics.grad_norm - norm) > 1e-9 * norm:
-            detail = f"norm {metrics.grad_norm!r}, the gradients' own is {norm!r}"
-        self._add("norm", metrics.step, not detail, detail)
-        if math.isfinite(norm):
-            wanted = norm if clip is None else norm * min(1.0, clip / (norm + 1e-6))
-            wrong = abs(metrics.grad_norm_clipped - wanted) > 1e-6 * max(wanted, 1e-300)
-            detail = f"clipped to norm {metrics.grad_norm_clipped!r}, should be {wanted!r}" if wrong else ""
-            self._add("clip", metrics.step, not wrong, detail)
+        """The norm each rank clipped by against its gradients' own, and the coefficient it used."""
+        own = math.sqrt(self._norm_squared) if math.isfinite(self._norm_squared) else math.inf
+        shares = self.world.gather((metrics.grad_norm, metrics.grad_norm_clipped, own))
+        self._add_by_rank("norm", metrics.step, [_norm_wrong(used, norm) for used, _, norm in shares])
+        limit = self.config.clip_norm
+        self._add_by_rank("clip", metrics.step, [_clip_wrong(clipped, norm, limit) for _, clipped, norm in shares])
 
     def _update(self, step: int, metrics: StepMetrics, trainer: Trainer) -> None:
         """Parameters after the run's optimizer, against a plain optimizer fed the same gradients."""
-        norm = math.sqrt(self._norm_squared) if math.isfinite(self._norm_squared) else math.inf
+        # A non-finite norm is the trainer's own: an infinite one clips to nothing, a NaN clips nothing.
+        norm = math.sqrt(self._norm_squared) if math.isfinite(self._norm_squared) else metrics.grad_norm
         wrong = self.shadow.check_update(trainer, norm)
         everywhere: dict[str, float] = {}
         for share in self.world.gather(wrong):
@@ -499,16 +553,31 @@ class Gate(Observer):
                 everywhere[name] = max(size, everywhere.get(name, 0.0))
         worst = max(everywhere, key=lambda name: everywhere[name], default=None)
         lr = self.shadow.learning_rate
-        detail = f"{len(everywhere)} parameters moved otherwise than {self.config.optimizer.name} with lr {lr:.6g} moves them, worst {worst}"
+        rule = f"{self.config.optimizer.name} with lr {lr:.6g}"
+        detail = f"{len(everywhere)} parameters moved otherwise than {rule} moves them, worst {worst}"
         self._add("update", step, not everywhere, detail if everywhere else "", parameter=worst)
+        other = sorted({name for names in self.world.gather(self.shadow.other_settings(trainer)) for name in names})
+        detail = f"{len(other)} parameters in no optimizer group or in one with other settings, first {other[:1]}"
+        self._add("optimizer_groups", step, not other, detail if other else "", parameter=other[0] if other else None)
 
     # --- forced steps and the verdict
 
-    def forced_steps(self, trainer: Trainer) -> None:
-        """Run each gate step that started from rounded weights again, from the baseline's own state."""
-        steps = self.inexact_steps
-        if not steps:
-            return
+    def run(self, trainer: Trainer) -> None:
+        """Run the gate's steps. Raises StopGate after the first that fails.
+
+        As soon as rounding makes the next step start from other weights than the baseline's, the steps that are left
+        run from the baseline's own state first, and freely after that: a fault that comes once and not again must meet
+        the step that is held against the bound.
+        """
+        forced = False
+        while trainer.step < self.num_steps:
+            trainer.run(until=trainer.step + 1)
+            if not self.exact_state and not forced:
+                forced = True
+                self._forced_steps(trainer, range(trainer.step + 1, self.num_steps + 1))
+
+    def _forced_steps(self, trainer: Trainer, steps: range) -> None:
+        """Run steps each from the baseline's own state; the trainer is left as it was."""
         saved = snapshot(trainer)
         shadow, self.mode = self.shadow, "forced"
         observers, trainer.observers = trainer.observers, [self]
@@ -520,7 +589,7 @@ class Gate(Observer):
                 self.on_step(trainer.train_step(), trainer)
         finally:
             restore(trainer, saved)
-            self.shadow, self.mode, trainer.observers = shadow, "free", observers
+            self.shadow, self.mode, self.exact_state, trainer.observers = shadow, "free", False, observers
 
     def verdict(self) -> Verdict:
         passed = all(check.passed for check in self.checks)
@@ -531,6 +600,12 @@ class Gate(Observer):
 
     def _add(self, name: str, step: int, passed: bool, detail: str = "", **more: Any) -> None:
         self.checks.append(Check(name, step, self.mode, passed, detail=detail, **more))
+
+    def _add_by_rank(self, name: str, step: int, details: list[str]) -> None:
+        """A check that each rank fails for itself, with its own reason; an empty reason passes."""
+        ranks = [rank for rank, detail in enumerate(details) if detail]
+        first = f"rank {ranks[0]}: {details[ranks[0]]}" if ranks else ""
+        self._add(name, step, not ranks, first, ranks=ranks)
 
     def _summary(self, trainer: Trainer, gradients: bool) -> Summary:
         """Whole summary of gradients or weights; this rank's own part is kept for the comparison of replicas."""
@@ -567,12 +642,14 @@ def compare(
     """One slice of a reduced gradient against G and A.
 
     Returns fp64 sums [|g-G|^2, |G|^2, <g,G>, |g|^2, elements outside the bound, illegal non-finite elements] and maxima
-    [error / bound, |G| / (2 bound), 2 bound].
+    [error / bound, (|G| - bound) / (2 bound), 2 bound]. The second is 1 / s for the least scale error s that no legal
+    error hides: with a legal e, |(1 + s)(G + e) - G| >= s |G| - (1 + s) bound, which is above the bound.
     """
     g, exact = gradient.double(), mean.double()
     bound = reduction.elementwise(magnitude, scale)
     finite = g.isfinite() & exact.isfinite()
-    legal = reduction.may_overflow(magnitude, scale) | (~exact.isfinite() & ~g.isfinite())
+    # A sum with an infinite or NaN term is never finite, and its sign is the term's.
+    legal = torch.where(exact.isfinite(), reduction.may_overflow(magnitude, scale), g.isnan() | (g == exact))
     error = torch.where(finite, (g - exact).abs(), torch.zeros_like(g))
     illegal = ~finite & ~legal
     outside = (error > bound) | illegal
@@ -589,8 +666,27 @@ def compare(
     if g.numel() == 0:
         return torch.zeros(6, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     most = torch.where(illegal.any(), torch.tensor(math.inf, dtype=torch.float64), ratio.max())
-    power = torch.where(bound > 0, clean_mean.abs() / (2 * bound), torch.zeros_like(bound))
-    return torch.stack([s.double() for s in sums]), torch.stack([most, power.max(), 2 * bound.max()])
+    usable = finite & (bound > 0)
+    power = torch.where(usable, (clean_mean.abs() - bound).clamp_min(0) / (2 * bound), 0.0)
+    allowed = torch.where(finite, 2 * bound, 0.0)
+    return torch.stack([s.double() for s in sums]), torch.stack([most, power.max(), allowed.max()])
+
+
+def _norm_wrong(used: float, norm: float) -> str:
+    """What is wrong with the norm a rank used, where the gradients' own is `norm`; empty: nothing."""
+    if not math.isfinite(norm):
+        return f"norm {used!r}, but gradients are not finite" if math.isfinite(used) else ""
+    right = abs(used - norm) <= 1e-9 * norm  # a NaN is wrong, too
+    return "" if right else f"norm {used!r}, the gradients' own is {norm!r}"
+
+
+def _clip_wrong(clipped: float, norm: float, limit: float | None) -> str:
+    """What is wrong with the norm a rank says it clipped to."""
+    if not math.isfinite(norm):
+        return ""
+    wanted = norm if limit is None else norm * min(1.0, limit / (norm + 1e-6))
+    right = abs(clipped - wanted) <= 1e-6 * max(wanted, 1e-300)
+    return "" if right else f"clipped to norm {clipped!r}, should be {wanted!r}"
 
 
 def _same_number(a: float, b: float) -> bool:

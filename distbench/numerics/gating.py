@@ -37,8 +37,7 @@ def pass_gate(
     # Last, so that a failing step is in the logs before it ends the run.
     trainer.observers = [*observers, gate, *keep]
     with suppress(StopGate):
-        trainer.run(until=gate.num_steps)
-        gate.forced_steps(trainer)
+        gate.run(trainer)
     trainer.observers = observers
 
     verdict = gate.verdict()
@@ -68,6 +67,7 @@ def gate_section(tree: dict[str, Any], config: Config, verdict: Verdict) -> dict
         "tier": tree["tier"],
         "text": tree["text"],
         "worst_margin": worst,
+        "by_step": by_step(verdict),
         "parallel_error": tree["parallel_error"],
         "precision_error": None if precision is None else precision["relative_l2"],
         "precision_error_reason": tree["precision_error_reason"],
@@ -76,3 +76,19 @@ def gate_section(tree: dict[str, Any], config: Config, verdict: Verdict) -> dict
         "diagnosis": tree.get("diagnosis"),
         "location": tree.get("location"),
     }
+
+
+def by_step(verdict: Verdict) -> list[dict[str, Any]]:
+    """The worst margin and relative error of each step, for charts."""
+    rows = []
+    for step, mode in dict.fromkeys((g.step, g.mode) for g in verdict.gradients):
+        compared = [g for g in verdict.gradients if (g.step, g.mode) == (step, mode)]
+        rows.append(
+            {
+                "step": step,
+                "mode": mode,
+                "worst_margin": max(g.margin for g in compared),
+                "worst_relative_l2": max((g.relative_l2 for g in compared if g.relative_l2 is not None), default=None),
+            }
+        )
+    return rows

@@ -27,7 +27,19 @@ from distbench.trainer import Trainer
 FOUND_BEFORE = ("structure", "initial_weights", "initial_buffers", "samples", "dtypes")
 """Checks that name the place themselves and come before any computation."""
 
-FOUND_AFTER = ("plain_sgd", "norm", "clip", "update", "replicas_after", "buffers")
+FOUND_AFTER = (
+    "scale",
+    "representable",
+    "plain_sgd",
+    "reported_loss",
+    "norm",
+    "clip",
+    "update",
+    "optimizer_groups",
+    "replicas_after",
+    "buffers",
+    "unused_weights",
+)
 """Checks of what happens after the gradients, which agreed."""
 
 PHASES = ("forward", "loss", "backward", "local_gradients", "reduction")
@@ -145,8 +157,8 @@ def _reference_pass(config: Config, baseline: Baseline, trainer: Trainer, step: 
                 result.losses.append(repr(float(replay.backward(batch, factor))))
             for name, parameter in replay.parameters.items():
                 if parameter.grad is not None:
-                    value = parameter.grad.to(dtype)
-                    totals[name] = totals[name] + value if name in totals else value
+                    total = totals[name] + parameter.grad if name in totals else parameter.grad
+                    totals[name] = total.to(dtype)
             replay.clear_gradients()
     result.gradients = {name: value.to(replay.policy.param_dtype) for name, value in totals.items()}
     return result

@@ -18,6 +18,9 @@ from distbench.optim import build_optimizer, build_schedule
 from distbench.strategies.slots import Slot
 from distbench.trainer import Trainer
 
+ENOUGH_MOVED = 32
+"""Elements that moved, above which the norm of a parameter's update is trusted beside each element's own."""
+
 
 class ShadowOptimizer:
     """The config's optimizer over plain copies of this rank's pieces."""
@@ -54,24 +57,37 @@ class ShadowOptimizer:
     @torch.no_grad()
     def plain_sgd_moves(self, trainer: Trainer) -> list[str]:
         """Names of parameters that one plain SGD step of size 1, through the optimizer's parameters, does not move to
-        p - g. The parameters are put back as they were."""
+        p - g. It starts from p = 0, so that the smallest gradient shows. The parameters are put back as they were."""
         held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
         saved = [trainer.strategy.local(p.detach()).clone() for p in held]
-        before = [self._own(slot, trainer).clone() for slot in self.slots]
         for parameter in held:
             if parameter.grad is not None:
-                trainer.strategy.local(parameter.detach()).sub_(trainer.strategy.local(parameter.grad))
+                trainer.strategy.local(parameter.detach()).zero_().sub_(trainer.strategy.local(parameter.grad))
         stuck = []
-        for slot, start in zip(trainer.strategy.slots(trainer.module), before, strict=True):
+        for slot in trainer.strategy.slots(trainer.module):
             gradient = slot.parameter.grad
             if gradient is None or slot.numel == 0:
                 continue
-            wanted = start - slot.cut(trainer.strategy.local(gradient))
+            wanted = -slot.cut(trainer.strategy.local(gradient))
             if not torch.equal(torch.nan_to_num(self._own(slot, trainer)), torch.nan_to_num(wanted)):
                 stuck.append(slot.name)
         for parameter, value in zip(held, saved, strict=True):
             trainer.strategy.local(parameter.detach()).copy_(value)
         return stuck
+
+    def other_settings(self, trainer: Trainer) -> list[str]:
+        """Names of parameters that the run's optimizer holds in no group, or in one with another learning rate, decay
+        or other setting than the config gives it for the next step: updates too small to show it show nothing."""
+        held = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
+        right = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        wrong = []
+        for slot, own in zip(self.slots, self.copies, strict=True):
+            if not own.requires_grad:
+                continue
+            group, wanted = held.get(id(slot.parameter)), right[id(own)]
+            if group is None or any(group.get(key) != value for key, value in wanted.items() if key != "params"):
+                wrong.append(slot.name)
+        return wrong
 
     def take_gradients(self, trainer: Trainer) -> None:
         """Copy the reduced, unscaled, unclipped gradients and the weights that the step starts from."""
@@ -83,11 +99,13 @@ class ShadowOptimizer:
 
     @torch.no_grad()
     def check_update(self, trainer: Trainer, norm: float) -> dict[str, float]:
-        """Step the shadow as the trainer should have, and return the parameters that ended elsewhere, with their largest
-        error over what the roundings of one elementwise update can explain.
+        """Step the shadow as the trainer should have, and return the parameters that ended elsewhere, with their
+        largest error over what the roundings of one elementwise update can explain.
 
         The allowance: 4 u |p| for the final additions and 64 u |update| for the chain of products, quotients and a root
         that makes the update (fewer than 32 operations in torch's AdamW, each off by at most u, in both computations).
+        Where u |p| is more than an update (bf16 parameters), no element tells a step from none, but together they do:
+        rounding moves few of them, and never half of the update's norm.
         """
         before = [own.detach().clone() for own in self.copies]
         self.learning_rate = self.schedule.get_last_lr()[0]
@@ -111,8 +129,12 @@ class ShadowOptimizer:
             allowed = 4 * u * torch.maximum(here.abs(), start.abs()) + 64 * u * update
             error = (here - there).abs()
             both_nan = here.isnan() & there.isnan()
-            bad = ~(error <= allowed) & ~both_nan & ~(here == there)
+            bad = ~((error <= allowed) & here.isfinite()) & ~both_nan & ~(here == there)
             if bool(bad.any()):
                 ratio = error[bad] / allowed[bad].clamp_min(torch.finfo(here.dtype).tiny)
                 wrong[slot.name] = float(torch.nan_to_num(ratio, nan=math.inf).max())
+            elif int((there != start).sum()) >= ENOUGH_MOVED:
+                off, moved = (here - there).double().norm(), (there - start).double().norm()
+                if off > 0.5 * moved:
+                    wrong[slot.name] = float(2 * off / moved)
         return wrong

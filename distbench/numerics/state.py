@@ -85,7 +85,7 @@ def load_state(trainer: Trainer, baseline: Baseline, step: int) -> None:
     with baseline.tensors(step) as file:
         keys = set(file.keys())
         for slot in trainer.strategy.slots(trainer.module):
-            slot.cut(local(slot.parameter.detach())).copy_(slot.slice_of(file.get_tensor(f"P/{slot.name}")))
+            slot.write(local(slot.parameter.detach()), slot.slice_of(file.get_tensor(f"P/{slot.name}")))
             for key, value in trainer.optimizer.state.get(slot.parameter, {}).items():
                 if not isinstance(value, Tensor) or f"O/{key}/{slot.name}" not in keys:
                     continue
@@ -94,7 +94,7 @@ def load_state(trainer: Trainer, baseline: Baseline, step: int) -> None:
                 if here.dim() == 0:
                     here.copy_(stored)
                 else:
-                    slot.cut(here).copy_(slot.slice_of(stored))
+                    slot.write(here, slot.slice_of(stored))
         for name, buffer in trainer.module.named_buffers():
             buffer.copy_(file.get_tensor(f"B{trainer.world.rank}/{trainer.strategy.canonical_name(name)}"))
     if step == 0:

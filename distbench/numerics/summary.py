@@ -11,6 +11,7 @@ import json
 import math
 import os
 import struct
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -240,8 +241,7 @@ class Summary:
 
     def _layout(self) -> float:
         """What ranks must agree on, as 48 bits: exact in the float64 that travels with the maxima."""
-        text = json.dumps([self.names, self.shapes, self.seed])
-        return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
+        return _hash48(json.dumps([self.names, self.shapes, self.seed]))
 
     def save(self, path: Path | str, metadata: Mapping[str, str] | None = None) -> None:
         """Write the summary as safetensors, atomically: the file is there as a whole or not at all.
@@ -318,6 +318,13 @@ def summarize(shards: Iterable[Shard], seed: int = 0, aliases: Mapping[str, Sequ
             summary.floats[i] += floats
         summary.maxima[i] = max(summary.maxima[i], maximum)
     return summary
+
+
+def same_everywhere(texts: Sequence[str], group: dist.ProcessGroup) -> list[bool]:
+    """Whether each text is the same on every rank of the group: one small all-reduce of 48-bit hashes."""
+    words = np.array([_hash48(text) for text in texts])
+    reduced = _all_reduce(np.concatenate([words, -words]), dist.ReduceOp.MAX, group, _collective_device(group))
+    return [bool(most == -least) for most, least in zip(*np.split(reduced, 2), strict=True)]
 
 
 def prepare() -> None:
@@ -443,6 +450,10 @@ def _empty(
     )
 
 
+def _hash48(text: str) -> float:
+    return float(int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little"))
+
+
 def _only(name: str, what: str, values: list[Any]) -> Any:
     if any(value != values[0] for value in values):
         raise SummaryError(f"parts of {name} have different {what}: {sorted(set(map(str, values)))}")
@@ -464,7 +475,22 @@ def _all_reduce(
 ) -> np.ndarray:
     tensor = torch.from_numpy(array).clone().to(device)
     dist.all_reduce(tensor, op, group=group)
+    if device.type == "cpu":
+        _wait_until_released(tensor)
     return tensor.cpu().numpy()
+
+
+def _wait_until_released(tensor: torch.Tensor) -> None:
+    """Wait until Gloo's thread has let go of a tensor that it has reduced, a second at most.
+
+    It takes the GIL to do so. Where this was the last collective and a DistributedDataParallel holds the last reference
+    to the process group, the group is destroyed by a thread that has the GIL and waits for Gloo's: both wait for ever
+    (torch 2.13; a rank of a small script that ended right after this hung so).
+    """
+    for _ in range(10_000):
+        if tensor._use_count() <= 1:
+            return
+        time.sleep(1e-4)
 
 
 # --- the file

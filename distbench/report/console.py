@@ -69,19 +69,22 @@ def print_sweep(sweep: Path) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, title=None, show_edge=False)
-    for heading in ("cell", "strategy", "precision", "wrap", "prefetch", "ranks"):
+    for heading in ("cell", "strategy", "precision", "wrap", "prefetch", "ranks", "gate"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("first loss", "last loss", "first grad norm", "ms/step", "tokens/s"):
+    for heading in ("parallel err", "precision err", "last loss", "ms/step", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
     rows = sweep_rows(sweep)
     for row in rows:
         cell = row["cell"].split("_")[0]
         if "record" not in row:
-            table.add_row(cell, *[""] * 10, row["status"])
+            table.add_row(cell, *[""] * 11, row["status"])
             continue
         record = row["record"]
-        config, unused, result = record["config"], record["not_applicable"], record.get("result", {})
+        config, unused = record["config"], record["not_applicable"]
+        result, gate = record.get("result") or {}, record.get("gate") or {}
+        # Throughput means nothing where the numbers deviate: only a run that passed its gate shows any.
+        speed = result if record["status"] == Status.passed.value else {}
         table.add_row(
             cell,
             config["strategy"]["name"],
@@ -89,14 +92,15 @@ def print_sweep(sweep: Path) -> None:
             "n/a" if "wrap_policy" in unused else config["wrap_policy"]["name"],
             "n/a" if "prefetch" in unused else config["prefetch"]["backward"],
             str(record["batch"]["world_size"]),
-            _number(result.get("first_loss"), "{:.7g}"),
+            gate.get("tier") or "-",
+            _number(gate.get("parallel_error"), "{:.1e}"),
+            _number(gate.get("precision_error"), "{:.1e}"),
             _number(result.get("last_loss"), "{:.7g}"),
-            _number(result.get("first_grad_norm"), "{:.7g}"),
-            _number(result.get("step_seconds_median"), "{:.1f}", 1e3),
-            _number(result.get("tokens_per_second_median"), "{:,.0f}"),
+            _number(speed.get("step_seconds_median"), "{:.1f}", 1e3),
+            _number(speed.get("tokens_per_second_median"), "{:,.0f}"),
             row["status"],
         )
-    console = Console(width=None if os.isatty(1) else 140, soft_wrap=True)
+    console = Console(width=None if os.isatty(1) else 180, soft_wrap=True)
     console.print()
     console.print(table)
     passed = sum(row["status"] == Status.passed.value for row in rows)

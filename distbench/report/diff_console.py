@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distbench.numerics.compare import Progress
-from distbench.runs.diff import Diff, LossDifference
+from distbench.runs.diff import Diff, LossDifference, Setting
 from distbench.runs.diff_rows import Row, Tensors
 
 TOP = 20
@@ -113,10 +114,14 @@ def tensors_text(part: Tensors) -> str:
     return text + ("" if part.method == "exact" else " (estimated where digests differ)")
 
 
-def value_text(value: Any) -> str:
-    """A setting's value, short."""
-    text = plain(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+def value_texts(setting: Setting) -> tuple[str, str]:
+    """A setting's two values, short; a dash where a side does not have it."""
+    shown = []
+    for side, value in (("a", setting.a), ("b", setting.b)):
+        text = "-" if setting.missing == side else json.dumps(value, ensure_ascii=False)
+        text = plain(value) if isinstance(value, str) else plain(text)
+        shown.append(text if len(text) <= 60 else f"{text[:57]}...")
+    return shown[0], shown[1]
 
 
 def _print_settings(console: Console, found: Diff) -> None:
@@ -125,7 +130,7 @@ def _print_settings(console: Console, found: Diff) -> None:
     table = _table(f"settings that differ ({len(found.settings)})", "setting", "A", "B", "")
     for setting in found.settings[: 2 * TOP]:
         key = setting.key if setting.section == "config" else f"[{setting.section}] {setting.key}"
-        _add(table, plain(key), value_text(setting.a), value_text(setting.b), plain(setting.unused))
+        _add(table, plain(key), *value_texts(setting), plain(setting.unused))
     _show(console, table)
     if len(found.settings) > 2 * TOP:
         _say(console, f"and {len(found.settings) - 2 * TOP} more (--json or --html has all)")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from html import escape
 
-from distbench.report.diff_console import figure, loss_text, number, plain, tensors_text, value_text, with_error
+from distbench.report.diff_console import figure, loss_text, number, plain, tensors_text, value_texts, with_error
 from distbench.report.svg import MAX_POINTS, Plot, padded, ticks
 from distbench.runs.diff import Diff, LossDifference
 from distbench.runs.diff_rows import LIKELY, Row, Tensors
@@ -95,8 +95,7 @@ def _settings(found: Diff) -> str:
     if not found.settings:
         return ""
     rows: list[tuple[bool, tuple[str, ...]]] = [
-        (False, (setting.section, setting.key, value_text(setting.a), value_text(setting.b), setting.unused))
-        for setting in found.settings
+        (False, (setting.section, setting.key, *value_texts(setting), setting.unused)) for setting in found.settings
     ]
     return f"<h2>Settings that differ</h2>{_table(('section', 'setting', 'A', 'B', ''), rows, numeric=())}"
 
@@ -187,7 +186,7 @@ def _parameter_plot(part: Tensors, tolerance: float) -> str:
     """Relative difference of every parameter, in the order of the model, on a logarithmic axis."""
     rows = _thinned(part)
     figures = [row.relative for row in rows if row.relative]
-    if not rows or (not figures and not any(_has_no_figure(row) for row in rows)):
+    if not figures and not any(_has_no_figure(row) for row in rows):  # all equal: the sentence above has said it
         return ""
     low = math.floor(math.log10(min(figures, default=1e-8) * LIKELY[0])) - 1
     high = math.floor(math.log10(max(figures, default=1e-7) * LIKELY[1])) + 1

@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from distbench.runs.folder import RunFolder
-from distbench.trainer import Observer, StepMetrics, Trainer
+from distbench.trainer import Backward, Observer, StepMetrics, Trainer
 
 
 class TensorBoardLog(Observer):
@@ -17,6 +17,14 @@ class TensorBoardLog(Observer):
     def __init__(self, folder: RunFolder, histograms: bool) -> None:
         self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
         self._histograms = histograms
+
+    def on_gradients(self, backward: Backward, trainer: Trainer) -> None:
+        if not self._histograms:
+            return
+        for slot in trainer.strategy.slots(trainer.module):
+            if slot.parameter.grad is not None and slot.numel:
+                local = slot.cut(trainer.strategy.local(slot.parameter.grad))
+                self._writer.add_histogram(f"gradients_rank0/{slot.name}", local.float(), backward.step)
 
     def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
         scalars = {
@@ -33,18 +41,29 @@ class TensorBoardLog(Observer):
         for tag, value in scalars.items():
             self._writer.add_scalar(tag, value, metrics.step)
         if self._histograms:
-            for name, parameter in trainer.module.named_parameters():
-                canonical = trainer.strategy.canonical_name(name)
-                local = trainer.strategy.local(parameter.detach())
+            for slot in trainer.strategy.slots(trainer.module):
+                local = slot.cut(trainer.strategy.local(slot.parameter.detach()))
                 if local.numel():
                     # Rank 0's own shard: gathering the model every step would not be a side concern.
-                    self._writer.add_histogram(f"weights_rank0/{canonical}", local.float(), metrics.step)
+                    self._writer.add_histogram(f"weights_rank0/{slot.name}", local.float(), metrics.step)
 
     def close(self, record: dict[str, Any]) -> None:
         """Write the pages that need the finished record, and flush."""
         self._writer.add_text("run", _page(record), 0)
-        result = record["result"]
-        metrics = {f"hparam/{name}": value for name, value in result.items() if isinstance(value, int | float)}
+        gate = record["gate"]
+        for row in gate.get("by_step", []):
+            self._writer.add_scalar(f"numerics/worst_margin_{row['mode']}", row["worst_margin"], row["step"])
+            if row["worst_relative_l2"] is not None:
+                self._writer.add_scalar(f"numerics/parallel_error_{row['mode']}", row["worst_relative_l2"], row["step"])
+        if gate.get("precision_error") is not None:
+            self._writer.add_scalar("numerics/precision_error", gate["precision_error"], 1)
+        outcomes = {
+            **record["result"],
+            "worst_margin": gate.get("worst_margin"),
+            "parallel_error": gate.get("parallel_error"),
+            "precision_error": gate.get("precision_error"),
+        }
+        metrics = {f"hparam/{name}": value for name, value in outcomes.items() if isinstance(value, int | float)}
         # run_name "." keeps the row in this run instead of making a sub-run of its own.
         self._writer.add_hparams(hparams(record), metrics, run_name=".")
         self._writer.close()
@@ -77,7 +96,7 @@ def _page(record: dict[str, Any]) -> str:
     fence = "    " + config.replace("\n", "\n    ")
     return "\n\n".join(
         [
-            f"**status** {record['status']}",
+            f"**status** {record['status']}: {record['gate']['text']}",
             f"**command** `{record['run']['command']}`",
             f"**batch** {record['batch']['text']} (micro-batch x accumulation x ranks = global batch)",
             f"**dtypes** {json.dumps(record['dtypes'])}",

@@ -30,13 +30,15 @@ LABELS = ("name", "output_dir")
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting that differs. A value that is not there is None, and so is one that is null."""
+    """One setting that differs."""
 
     section: str
     """`environment` (machine, versions, dtypes, ranks) or `config`."""
     key: str
     a: Any
     b: Any
+    missing: str = ""
+    """`a` or `b` where that side does not have the setting at all; its value is then None, as a null is."""
     unused: str = ""
     """Why it had no effect on some side, where it had none."""
 
@@ -95,8 +97,8 @@ class Diff:
 
     def verdict(self) -> str:
         """One line: what differs, where first."""
-        within = "bit for bit" if self.tolerance == 0 else f"within a relative difference of {self.tolerance:g}"
         if not self.differs:
+            within = "bit for bit" if self.tolerance == 0 else f"within a relative difference of {self.tolerance:g}"
             parts = [
                 name
                 for name, there in (
@@ -113,7 +115,8 @@ class Diff:
         for part in (self.first_gradients, self.weights):
             if part is not None and part.differs:
                 found.append(_headline(part))
-        return f"DIFFERENT, not equal {within}: {'; '.join(found)}"
+        beyond = "" if self.tolerance == 0 else f" beyond a relative difference of {self.tolerance:g}"
+        return f"DIFFERENT{beyond}: {'; '.join(found)}"
 
 
 def diff(
@@ -243,8 +246,10 @@ def _differing_settings(a: Side, b: Side, summaries_a: _Summaries, summaries_b: 
         for key in [*in_a, *(key for key in in_b if key not in in_a)]:
             values = in_a.get(key), in_b.get(key)
             # By their text, so that 1, 1.0 and true are three values.
-            if key not in LABELS and json.dumps(values[0]) != json.dumps(values[1]):
-                found.append(Setting(section, key, *values, unused="; ".join(_reasons(key, unused))))
+            same = (key in in_a) == (key in in_b) and json.dumps(values[0]) == json.dumps(values[1])
+            if key not in LABELS and not same:
+                missing = "a" if key not in in_a else "b" if key not in in_b else ""
+                found.append(Setting(section, key, *values, missing, "; ".join(_reasons(key, unused))))
     return found
 
 

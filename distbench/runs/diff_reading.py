@@ -12,16 +12,24 @@ WORK = ("model.", "data.", "loss.", "seed.", "global_batch")
 """Settings that decide what is computed: with other values, other numbers are right."""
 
 
+UPDATE = ("optimizer.", "clip_norm")
+"""Settings that decide what is done with the gradients."""
+
+
 def explain(found: Diff) -> list[str]:
     """What the pattern of differences points to. Says nothing rather than something it has no evidence for."""
     said = []
-    other_work = [s.key for s in found.settings if s.section == "config" and not s.unused and s.key.startswith(WORK)]
+    # A key that only one side has came with another version of distbench, or with another kind of model.
+    config = [s.key for s in found.settings if s.section == "config" and not s.unused and not s.missing]
+    other_work = [key for key in config if key.startswith(WORK)]
     if other_work:
         said.append(
             f"A and B were asked to compute different things ({_some(other_work)}), so their numbers may differ."
         )
     elif any(s.key == "initial_weights" for s in found.settings):
         said.append("A and B started from different weights.")
+    if other_update := [key for key in config if key.startswith(UPDATE)]:
+        said.append(f"They update their weights otherwise ({_some(other_update)}): steps after the first may differ.")
     dtypes = [f"{s.key.removeprefix('dtypes.')} {s.a} and {s.b}" for s in found.settings if s.key.startswith("dtypes.")]
     if dtypes:
         said.append(f"They ran in other dtypes ({_some(dtypes)}): a difference of that size is the price of precision.")
@@ -56,24 +64,17 @@ def _explain_gradients(found: Diff, first: Tensors) -> list[str]:
                 f"The losses of step {first.step_a} are equal: the difference arises in the backward pass, in the "
                 "reduction of gradients, or in what is done to them before they were recorded."
             )
-    rows = [row for row in first.differing if row.alpha is not None and row.cosine is not None]
-    if (
-        rows
-        and len(rows) == len(first.differing)
-        and all(row.cosine is not None and row.cosine > 1 - 1e-9 for row in rows)
-    ):
-        alphas = [row.alpha for row in rows if row.alpha is not None]
-        if max(alphas) - min(alphas) < 1e-6 * abs(alphas[0]) and abs(alphas[0] - 1) > 1e-6:
-            said.append(
-                f"In all {len(rows)} parameters that differ, A is {alphas[0]:.9g} times B, with cosine 1: a scale. "
-                "Usual causes: averaged over ranks twice or never, the divisor of accumulation or of the loss, a loss "
-                "scale left in."
-            )
-    elif 0 < len(first.differing) <= len(first.rows) // 4:
+    factor = _common_factor(first)
+    if factor is not None:
+        said.append(
+            f"In every parameter that differs A is {factor:.9g} times B, with cosine 1: a scale. Usual causes: "
+            "averaged over ranks twice or never, the divisor of accumulation or of the loss, a loss scale left in."
+        )
+    if 0 < len(first.differing) <= len(first.rows) // 4:
         names = _some([row.name for row in first.differing])
         said.append(
-            f"Only {len(first.differing)} of {len(first.rows)} parameters differ ({names}): look at what is special about "
-            "them (tied, frozen, wrapped or grouped differently, not synchronised)."
+            f"Only {len(first.differing)} of {len(first.rows)} parameters differ ({names}): look at what is special "
+            "about them (tied, frozen, wrapped or grouped differently, not synchronised)."
         )
     if any(row.relation == "nonfinite" for row in first.differing):
         said.append("There are NaNs or infinities: differences elsewhere may all come from them.")
@@ -84,6 +85,18 @@ def _explain_gradients(found: Diff, first: Tensors) -> list[str]:
             "of summation makes in fp32 (6e-8 a rounding)."
         )
     return said
+
+
+def _common_factor(part: Tensors) -> float | None:
+    """The one factor by which a is b in every parameter that differs, where there is one and it is not 1."""
+    factors = []
+    for row in part.differing:
+        if row.alpha is None or row.cosine is None or abs(row.cosine - 1) > 1e-9:
+            return None
+        factors.append(row.alpha)
+    if not factors or max(factors) - min(factors) > 1e-6 * abs(factors[0]) or abs(factors[0] - 1) < 1e-6:
+        return None
+    return factors[0]
 
 
 def _some(names: list[str]) -> str:

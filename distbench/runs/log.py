@@ -13,9 +13,10 @@ from distbench.trainer import Observer, StepMetrics, Trainer
 
 
 class StepSummary(Observer):
-    """The result section's numbers, from every step but the first (which pays for lazy set-up)."""
+    """The result section's numbers; times are of the steps after the first `warm_up` (set-up, and the gate's)."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up = warm_up
         self.first: StepMetrics | None = None
         self.last: StepMetrics | None = None
         self.seconds: list[float] = []
@@ -24,7 +25,7 @@ class StepSummary(Observer):
     def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
         if self.first is None:
             self.first = metrics
-        else:
+        if metrics.step > self.warm_up:
             self.seconds.append(metrics.step_seconds)
         self.last = metrics
         self.skipped += metrics.skipped
@@ -42,7 +43,9 @@ class StepSummary(Observer):
             "skipped_steps": self.skipped,
             "step_seconds_median": median,
             "tokens_per_second_median": None if median is None else self.last.tokens / median,
-            "reason": "a single step is all warm-up: no step time" if median is None else None,
+            "reason": f"no step after the first {self.warm_up}, which are warm-up: no step time"
+            if median is None
+            else None,
         }
 
 
@@ -53,7 +56,7 @@ class RunLog:
         self._folder = folder
         self._metrics = MetricLog(folder)
         self._tensorboard = TensorBoardLog(folder, config.logging.histograms)
-        self.steps = StepSummary()
+        self.steps = StepSummary(warm_up=config.gate.steps if config.gate.enabled else 1)
         self.observers: list[Observer] = [self._metrics, self._tensorboard, self.steps]
         self._progress = None
         if config.logging.progress and console.isatty():

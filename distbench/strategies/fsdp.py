@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from distbench.config import BackwardPrefetch, FSDPStrategy, ShardingStrategy
+from distbench.config import BackwardPrefetch, Config, FSDPStrategy, ShardingStrategy
+from distbench.numerics.bounds import Reduction
 from distbench.precision import PrecisionPolicy
 from distbench.strategies import torch_fsdp1
 from distbench.strategies.base import Strategy
@@ -26,6 +28,13 @@ PREFETCH = {
 
 class FSDP(Strategy):
     options: FSDPStrategy
+
+    @classmethod
+    def reduction(cls, config: Config) -> Reduction:
+        """Unsharded (NO_SHARD, or one rank), the running average is reduced again with each synced micro-batch."""
+        reduction = super().reduction(config)
+        whole = config.strategy.sharding_strategy is ShardingStrategy.NO_SHARD or reduction.world_size == 1
+        return replace(reduction, carries=whole)
 
     def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         options = self.options

@@ -35,7 +35,7 @@ class FSDP2(Strategy):
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=policy.compute_dtype if policy.casts_parameters else None,
-                reduce_dtype=policy.reduce_dtype if policy.reduce_dtype != policy.param_dtype else None,
+                reduce_dtype=policy.reduce_dtype,  # None would mean param_dtype here, not the master parameters' dtype
                 # Inputs and outputs are the policy's, for every strategy alike.
                 output_dtype=None,
                 cast_forward_inputs=False,

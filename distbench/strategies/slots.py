@@ -40,6 +40,13 @@ class Slot:
         """This slot's elements of a local tensor, flat; shares its memory where it is contiguous."""
         return local.detach().reshape(-1)[self.offset : self.offset + self.numel]
 
+    def write(self, local: Tensor, values: Tensor) -> None:
+        """Put flat `values` where `cut` reads them, in a local tensor of any memory layout."""
+        if local.is_contiguous():
+            self.cut(local).copy_(values)
+        else:  # a transposed or channels-last parameter: cut gives a copy of it, and slots of such hold it whole
+            local.copy_(values.view(local.shape))
+
     def shard(self, local: Tensor | None) -> Shard:
         """The named shard of a local tensor, or of an absent gradient."""
         values = None if local is None else self.cut(local)

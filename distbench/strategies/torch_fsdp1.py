@@ -82,7 +82,7 @@ def slots(module: nn.Module, canonical: Callable[[str], str]) -> list[Slot]:
 
 
 def shard_groups(module: nn.Module, canonical: Callable[[str], str]) -> dict[str, dist.ProcessGroup | None]:
-    """The ranks that shard each plain parameter, by name: under HYBRID_SHARD those of one replica, under NO_SHARD none."""
+    """The ranks that shard each plain parameter, by name: those of one replica, and none under NO_SHARD."""
     return {
         f"{prefix}{canonical(fqn)}": handle.process_group if handle.uses_sharded_strategy else None
         for prefix, handle in _named_handles(module, canonical)

@@ -1,8 +1,8 @@
 """The first step of DDP, FSDP and FSDP2 at several world sizes against one process on the same global batch.
 
-Two references. `replay` plays the ranks one after another in one process; from it a distributed step may differ only by
-the order of one summation, which has a proven bound (and with two ranks no freedom at all). `single` runs the whole batch
-through the unwrapped trainer: other shapes, so other kernels, but the same mathematics.
+Two references. `replay` plays the ranks one after another in one process; from it a distributed step may differ only
+by the order of one summation, which has a proven bound (and with two ranks no freedom at all). `single` runs the whole
+batch through the unwrapped trainer: other shapes, so other kernels, but the same mathematics.
 """
 
 from __future__ import annotations

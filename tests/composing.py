@@ -1,0 +1,29 @@
+"""`compose(*overrides)`: the typed config as the command line composes it, in this process."""
+
+from __future__ import annotations
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from distbench.config import Config, register_schemas
+from distbench.errors import ConfigError
+from distbench.hydra_edge import conf_dir, explain, register_resolvers
+from distbench.sweep import typed
+
+
+def compose(*overrides: str) -> Config:
+    """Raises ConfigError with the message that the command line prints."""
+    try:
+        return typed(compose_tree(*overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
+
+
+def compose_tree(*overrides: str) -> DictConfig:
+    register_schemas()
+    register_resolvers()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        return hydra_compose("config", list(overrides))
