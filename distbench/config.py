@@ -777,6 +777,11 @@ def _validate_world(config: Config) -> None:
             f"global_batch={config.global_batch} does not divide into {size} ranks x accumulation="
             f"{config.accumulation}; use a multiple of {size * config.accumulation}"
         )
+    if strategy.name == "fsdp" and strategy.sync_module_states and device == "cpu":
+        raise ConfigError(
+            "strategy.sync_module_states=true broadcasts through GPU memory, which device=cpu does not have; set "
+            "strategy.sync_module_states=false (every rank builds the same weights anyway)"
+        )
     if strategy.name == "fsdp2":
         reshard = strategy.reshard_after_forward
         if not isinstance(reshard, bool) and (reshard < 1 or size % reshard or reshard in (1, size)):

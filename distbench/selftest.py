@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
         _print_catalogue(faults)
         return ExitCode.OK
     chosen = _choices(options.words, faults)
-    cells = cells_of(faults, chosen)
+    cells = [] if options.clean else cells_of(faults, chosen)
     clean = _clean_configurations(options, chosen)
     if options.quick:
         cells, clean = _quick(cells, clean, options.seed)
@@ -101,11 +101,16 @@ def main(argv: list[str]) -> int:
 
     local.warm_up()
     started = time.perf_counter()
-    rows = [_try(cell, faults[cell.fault], out, f"{i + 1}/{len(cells)}") for i, cell in enumerate(cells)]
-    clean_rows = [
-        _try_clean(i, overrides, out, f"clean {n + 1}/{len(clean)}") for n, (i, overrides) in enumerate(clean)
-    ]
-    return _report(rows, clean_rows, out, time.perf_counter() - started)
+    rows: list[Row] = []
+    clean_rows: list[CleanRow] = []
+    try:
+        for number, cell in enumerate(cells, 1):
+            rows.append(_try(cell, faults[cell.fault], out, f"{number}/{len(cells)}"))
+        for number, (index, overrides) in enumerate(clean, 1):
+            clean_rows.append(_try_clean(index, overrides, out, f"clean {number}/{len(clean)}"))
+    finally:  # interrupted, too: what has run is worth reading
+        good = _report(rows, clean_rows, out, time.perf_counter() - started)
+    return ExitCode.OK if good else ExitCode.GATE
 
 
 # --- what to run
@@ -279,7 +284,8 @@ def _try_clean(index: int, overrides: list[str], out: Path, progress: str) -> Cl
 # --- reporting
 
 
-def _report(rows: list[Row], clean: list[CleanRow], out: Path, seconds: float) -> int:
+def _report(rows: list[Row], clean: list[CleanRow], out: Path, seconds: float) -> bool:
+    """Write and print the tables. Returns whether every fault was caught and no clean run flagged."""
     from distbench.runs.files import write_atomic, write_json
 
     tree = {
@@ -293,8 +299,7 @@ def _report(rows: list[Row], clean: list[CleanRow], out: Path, seconds: float) -
     text = markdown(rows, clean)
     write_atomic(out / "selftest.md", text)
     print(f"\n{text}\nwritten to {out}", flush=True)
-    good = all(row.detected for row in rows) and all(row.passed for row in clean)
-    return ExitCode.OK if good else ExitCode.GATE
+    return all(row.detected for row in rows) and all(row.passed for row in clean)
 
 
 def totals(rows: list[Row], clean: list[CleanRow]) -> dict[str, Any]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from distbench.build import EffectiveDtypes, build_trainer, set_determinism
-from distbench.config import Config, LocalLaunch
+from distbench.config import Config, LocalLaunch, digest, to_container
 from distbench.launching.world import World
 from distbench.numerics.baseline import Baseline, compute_baseline
-from distbench.numerics.gate import Check, Gate, StopGate, Verdict
+from distbench.numerics.gate import Check, Gate, StopGate, Tier, Verdict
+from distbench.strategies import strategy_class
 from distbench.trainer import Observer, StepMetrics, Trainer
 from tests.steps import ONE_PROCESS
 
 CPU = torch.device("cpu")
+UNGATED = Verdict(True, Tier.bitwise, [], [], 0)
+
+Spoiler = Callable[[Trainer], None]
+"""Breaks a built trainer on purpose."""
 
 
 @dataclass
@@ -27,21 +32,34 @@ class Gated:
     verdict: Verdict
     metrics: list[StepMetrics] = field(default_factory=list)
     """Of the free steps: the gate's, then the rest."""
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
     """The state dict at the end; on rank 0."""
 
     @property
-    def failed(self) -> list[str]:
-        """Names of the checks that failed, with their steps."""
-        return [f"{check.name} {check.step}" for check in self.verdict.checks if not check.passed]
+    def losses(self) -> list[float]:
+        return [metrics.loss for metrics in self.metrics]
 
+    @property
+    def failed(self) -> list[str]:
+        """Names of the checks that failed."""
+        return [check.name for check in self.verdict.checks if not check.passed]
+
+    @property
     def why(self) -> str:
         return "; ".join(f"{c.name} {c.step} {c.mode}: {c.detail}" for c in self.verdict.checks if not c.passed)
 
-    def tier(self, step: int = 1) -> str:
-        """The weakest tier among a step's gradients."""
-        tiers = [g.tier for g in self.verdict.gradients if g.step == step]
-        return max(tiers, key=["bitwise", "bound", "noise", "tolerance", "fail"].index)
+    @property
+    def tiers(self) -> set[str]:
+        return {g.tier for g in self.verdict.gradients}
+
+    @property
+    def margin(self) -> float:
+        return max(g.margin for g in self.verdict.gradients)
+
+    @property
+    def modes(self) -> list[tuple[int, str]]:
+        """(step, mode) of every comparison of gradients, in order."""
+        return list(dict.fromkeys((g.step, g.mode) for g in self.verdict.gradients))
 
     def check(self, name: str, step: int = 1) -> Check:
         return next(c for c in self.verdict.checks if c.name == name and c.step == step)
@@ -62,56 +80,57 @@ def in_world(config: Config, ranks: int) -> Config:
     return replace(config, launch=LocalLaunch(nproc=ranks, threads_per_rank=1, timeout_s=120.0))
 
 
-def make_baseline(config: Config, folder: Path) -> Path:
-    """Replay `config` (its `launch.nproc` ranks) into a new folder. Not on a rank."""
-    folder.mkdir(parents=True)
-    set_determinism(config, 1)
-    compute_baseline(config, folder, CPU)
+def make_baseline(config: Config, root: Path) -> Path:
+    """Replay `config` (its `launch.nproc` ranks) into a folder under `root`, once for all configs that share it."""
+    tree = to_container(config)
+    reduction = strategy_class(config.strategy.name).reduction(config).to_dict()
+    parts = ("model", "precision", "loss", "optimizer", "seed", "clip_norm", "data", "gate", "global_batch", "steps")
+    folder = root / digest([reduction, config.launch.nproc, config.accumulation, *(tree[part] for part in parts)])
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        set_determinism(config, 1)
+        compute_baseline(config, folder, CPU)
     return folder
 
 
-def gated(world: World, config: Config, folder: Path, gate: bool = True, whole: bool = False) -> Gated:
-    """One run, as `experiment.run_rank` makes it: gate, forced steps, then on until `config.steps`. A collective."""
+def gated(
+    world: World, config: Config, folder: Path | None, spoil: Spoiler | None = None, reused: bool = False
+) -> Gated:
+    """One run, as `experiment.run_rank` makes it: the gate, then on until `config.steps`. Ungated where there is no
+    baseline. A collective."""
     set_determinism(config, 1)
     trainer, _ = build_trainer(config, world)
+    if spoil is not None:
+        spoil(trainer)
     dtypes, log = EffectiveDtypes(trainer), Log()
     trainer.observers = [dtypes, log]
-    if not gate:
+    if folder is None:
         trainer.run(until=config.steps)
-        return Gated(Verdict(True, None, [], [], 0), log.metrics, state_of(trainer))  # type: ignore[arg-type]
-    judge = Gate(Baseline(folder), config, type(trainer.strategy).reduction(config), trainer, dtypes, reused=False)
-    trainer.observers = [dtypes, log, judge]
+        return Gated(UNGATED, log.metrics, state_of(trainer))
+    gate = Gate(Baseline(folder), config, type(trainer.strategy).reduction(config), trainer, dtypes, reused)
+    trainer.observers = [dtypes, log, gate]
     try:
-        judge.run(trainer)
+        gate.run(trainer)
     except StopGate:
-        return Gated(judge.verdict(), log.metrics)
+        return Gated(gate.verdict(), log.metrics)
     trainer.observers = [log]
     trainer.run(until=config.steps)
-    return Gated(judge.verdict(), log.metrics, state_of(trainer) if whole else {})
+    return Gated(gate.verdict(), log.metrics, state_of(trainer))
 
 
-def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.strategy.full_state(trainer.module).items()}
 
 
-def gated_each(
-    world: World, cases: Mapping[str, tuple[Config, Path]], gate: bool = True, whole: bool = False
-) -> dict[str, Gated | str]:
-    """Several runs in one world, so that one start of processes serves many cases. A case that raises on every rank
-    alike is told as text."""
-    results: dict[str, Gated | str] = {}
-    for name, (config, folder) in cases.items():
-        try:
-            results[name] = gated(world, config, folder, gate, whole)
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-    return results
+Case = tuple[Config, Path | None] | tuple[Config, Path | None, Spoiler | None]
 
 
-def gate_alone(config: Config, folder: Path, **changes: Any) -> Gated:
-    """A gated run of one process, here. `config.strategy` must be `single`."""
-    config = in_world(replace(config, **changes), 1)
-    return gated(ONE_PROCESS, config, make_baseline(config, folder), whole=True)
+def gated_each(world: World, cases: Mapping[str, Case]) -> dict[str, Gated]:
+    """Several runs in one world, so that one start of processes serves many cases."""
+    return {name: gated(world, *case) for name, case in cases.items()}
 
 
-__all__ = ["CPU", "Gated", "gate_alone", "gated", "gated_each", "in_world", "make_baseline"]
+def gated_here(config: Config, root: Path, spoil: Spoiler | None = None, reused: bool = False) -> Gated:
+    """A gated run of one process, in this one; `strategy=single`."""
+    config = in_world(config, 1)
+    return gated(ONE_PROCESS, config, make_baseline(config, root), spoil, reused)

@@ -302,8 +302,8 @@ OPTIONS = [
 ]
 JOINED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 RUNS = [
-    "model=simple strategy=single precision=fp32 wrap_policy=size prefetch=none data=synthetic loss=mse optimizer=adamw "
-    "gate=off checkpoint=off launch=local",
+    "model=simple strategy=single precision=fp32 wrap_policy=size prefetch=none data=synthetic loss=mse "
+    "optimizer=adamw gate=off checkpoint=off launch=local",
     "model=simple_text strategy=ddp precision=bf16 wrap_policy=block prefetch=backward_post data=text "
     "loss=cross_entropy optimizer=sgd gate=strict checkpoint=default",
     "model=article strategy=fsdp precision=fp16 wrap_policy=none prefetch=backward_pre loss=sum gate=default",

@@ -146,7 +146,6 @@ def _strategy(rng: random.Random, strategy: str, ranks: int, uniform: bool, othe
         f"strategy.sharding_strategy={rng.choice(('FULL_SHARD', 'FULL_SHARD', 'SHARD_GRAD_OP', 'NO_SHARD'))}",
         f"strategy.use_orig_params={_bool(not flat)}",
         f"strategy.limit_all_gathers={_bool(rng.random() < 0.7)}",
-        f"strategy.sync_module_states={_bool(rng.random() < 0.3)}",
     ]
 
 

@@ -147,7 +147,8 @@ class Reduction:
         NaN of two opposite ones, are legal."""
         if not self.reduces:
             return torch.zeros_like(magnitudes, dtype=torch.bool)
-        before = 1.0 if self._casts_in else self.divide_before  # the cast comes first
+        adds_first = self.carries and self.synced and self.accumulation > 1
+        before = 1.0 if self._casts_in or adds_first else self.divide_before  # the division comes after those
         reduce, master = (torch.finfo(DTYPES[name]).max for name in (self.reduce_dtype, self.param_dtype))
         most = magnitudes.double() * (1 + self.relative(scale)) * (1 + 2 * unit_roundoff(DTYPES[self.reduce_dtype]))
         # Unscaling, too, where the scale has fallen below 1.

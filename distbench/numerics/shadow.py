@@ -46,7 +46,8 @@ class ShadowOptimizer:
                 if not isinstance(value, Tensor):
                     continue
                 local = trainer.strategy.local(value)
-                self.optimizer.state[own][key] = local.clone() if local.dim() == 0 else slot.cut(local).clone()
+                counter = local.dim() == 0 and (key == "step" or slot.shape != ())  # not a scalar parameter's moment
+                self.optimizer.state[own][key] = local.clone() if counter else slot.cut(local).clone()
         self.schedule.load_state_dict(copy.deepcopy(trainer.schedule.state_dict()))
         for group, lr in zip(self.optimizer.param_groups, self.schedule.get_last_lr(), strict=True):
             group["lr"] = lr

@@ -215,7 +215,7 @@ def _estimated_row(d: Difference, a: ParameterSummary, b: ParameterSummary, tole
 def _beyond(d: Difference, a: ParameterSummary, b: ParameterSummary, tolerance: float) -> tuple[bool, bool, str]:
     """Whether a distance counts, whether its estimate leaves that open, and what to say about it."""
     if b.sum_squares == 0 or a.sum_squares == 0:
-        detail = f"{'B' if b.sum_squares == 0 else 'A'} is all zero: absolute difference"
+        detail = "B is all zero: absolute difference" if b.sum_squares == 0 else "A is all zero"
         nonzero = a.numel - min(a.zeros, b.zeros)
         floor = min(SMALLEST[a.dtype], SMALLEST[b.dtype]) * math.sqrt(nonzero) if tolerance > 0 else 0.0
         return d.distance > max(floor, tolerance * b.norm), False, detail

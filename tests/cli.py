@@ -1,0 +1,134 @@
+"""The command line as a process: started, watched, ended, and nothing left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from distbench.runs.folder import find_runs, read_record
+
+REPOSITORY = Path(__file__).parents[1]
+TIMEOUT_S = 240.0
+"""For one command on a crowded machine; none takes a tenth of it on an idle one."""
+
+SMALL = ["gate=off", "model.hidden_dim=6", "model.num_layers=2", "model.seq_len=3", "steps=2"]
+CUSTOM = [
+    *("gate=off", "model=custom", "model.input_shape=[6]", "model.target_shape=[6]", "model.block_classes=[Block]"),
+    "steps=2",
+]
+
+
+def target(name: str, **kwargs: object) -> list[str]:
+    """Overrides for the model `tests.models_for_tests.<name>`."""
+    given = [f"+model.kwargs.{key}={value}" for key, value in kwargs.items()]
+    return [*CUSTOM, f"model._target_=tests.models_for_tests.{name}", *given]
+
+
+@dataclass
+class Finished:
+    """A command that has ended, and where it ran."""
+
+    code: int
+    out: str
+    err: str
+    cwd: Path
+
+    @property
+    def said(self) -> str:
+        return self.out + self.err
+
+    @property
+    def runs(self) -> list[Path]:
+        return find_runs(self.cwd / "outputs") if (self.cwd / "outputs").exists() else []
+
+    @property
+    def run(self) -> Path:
+        (run,) = self.runs
+        return run
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return read_record(self.run)
+
+    @property
+    def left(self) -> list[str]:
+        """Every file and folder that the command made, but for an empty `outputs`."""
+        made = sorted(str(path.relative_to(self.cwd)) for path in self.cwd.rglob("*"))
+        return [] if made == ["outputs"] else made
+
+
+class Command:
+    """A command in a session of its own, so that whatever it started can be found, and ended."""
+
+    def __init__(self, *words: str, cwd: Path, env: dict[str, str] | None = None) -> None:
+        self.cwd = cwd
+        self.process = subprocess.Popen(
+            words,
+            cwd=cwd,
+            env=environment() if env is None else env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the whole foreground group, as Ctrl-C in a terminal."""
+        os.killpg(self.process.pid, number)
+
+    def finish(self) -> Finished:
+        """Wait for the end, and for the end of everything it started."""
+        try:
+            out, err = self.process.communicate(timeout=TIMEOUT_S)
+            self.wait_for_orphans()
+        finally:
+            for process in self.alive():
+                process.kill()
+            self.process.wait()
+        return Finished(self.process.returncode, out, err, self.cwd)
+
+    def wait_for_orphans(self, patience_s: float = 20.0) -> None:
+        """The forkserver notices its parent's end by itself, which takes it a moment."""
+        deadline = time.monotonic() + patience_s
+        while (alive := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not alive, f"still running: {alive}"
+
+    def alive(self) -> list[psutil.Process]:
+        """Processes of the session that have not ended."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (ProcessLookupError, psutil.Error):
+                continue
+        return found
+
+
+def environment() -> dict[str, str]:
+    """This process's, with the checkout importable from anywhere, for `tests.models_for_tests`."""
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
+
+
+def distbench(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Finished:
+    """`python -m distbench ...` in `cwd`, to its end."""
+    return start(*words, cwd=cwd, env=env).finish()
+
+
+def start(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Command:
+    return Command(sys.executable, "-m", "distbench", *words, cwd=cwd, env=env)
+
+
+def torchrun(*words: str, cwd: Path) -> Finished:
+    """`torchrun --nproc-per-node 2 -m distbench ...` in `cwd`, to its end."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    return Command(*launcher, "-m", "distbench", *words, cwd=cwd).finish()

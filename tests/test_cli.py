@@ -1,0 +1,325 @@
+"""The command line, run as a process: exit codes, what is said, what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distbench.__main__ import _flags_first
+from distbench.sweep import read_duplicate
+from tests.cli import SMALL, Command, distbench, environment, start, target, torchrun
+
+OK, USAGE, CRASHED, INTERRUPTED = 0, 2, 4, 5
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Help and refusals, which need no torch
+# --------------------------------------------------------------------------------------------------------------
+
+WITHOUT_TORCH = """
+import sys
+from distbench.__main__ import main
+code = main(sys.argv[1:])
+heavy = [name for name in ("torch", "numpy", "tensorboard", "rich") if name in sys.modules]
+sys.exit(code if not heavy else 100)
+"""
+
+
+def without_torch(*words: str, cwd: Path) -> Command:
+    """The command line, ending with 100 if it has imported torch."""
+    return Command(sys.executable, "-c", WITHOUT_TORCH, *words, cwd=cwd)
+
+
+def test_help_lists_every_group_without_torch(tmp_path: Path) -> None:
+    helped = without_torch("--help", cwd=tmp_path).finish()
+    assert helped.code == OK
+    for words in (
+        "strategy     ddp, fsdp, fsdp2, single",
+        "wrap_policy  block, none, pattern, size",
+        "python -m distbe",
+    ):
+        assert words in helped.out
+    assert helped.left == []
+
+
+REFUSED = [
+    (["stepz=3"], "Key 'stepz' not in 'Config'\nDid you mean steps?"),
+    (["strategy=fdsp"], "Available options in 'strategy': ddp fsdp fsdp2 single\nDid you mean strategy=fsdp?"),
+    (["steps=abc"], "Error merging override steps=abc\nValue 'abc' of type 'str' could not be converted to Integer"),
+    (["model.hidden_dim=0"], "model.hidden_dim=0 is too small; it must be at least 1"),
+    (["global_batch=7"], "global_batch=7 does not divide into 2 ranks x accumulation=1; use a multiple of 2"),
+    (["launch.nproc=abc"], "launch.nproc='abc' must be a number of ranks or auto"),
+    (
+        ["model=simple_text", "data=text", "loss=cross_entropy", "data.path=/no/such"],
+        "data.path=/no/such does not exist",
+    ),
+    (["device=cuda", "launch.nproc=64"], "use device=cpu"),
+    (
+        ["model=custom", "model._target_=a.b", "data=text", "loss=cross_entropy"],
+        "data.seq_len: Interpolation key 'model.",
+    ),
+    (["sweeep"], "'sweeep' is not a command; overrides look like strategy=fsdp; see --help"),
+    (["strategy=ddp", "oops"], "Error parsing override 'oops'"),
+    (["-m", "strategy=ddp,fsdp2", "strategy.reshard_after_forward=3"], "reshard_after_forward is for strategy=fsdp2"),
+    (
+        ["-m", "strategy=single,ddp", "launch.nproc=2"],
+        "in strategy=single launch.nproc=2: strategy=single is one proces",
+    ),
+    (["output_dir=/dev/null/runs"], "cannot write /dev/null/runs"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
+def test_refusals_are_one_message_and_leave_nothing(words: list[str], message: str, tmp_path: Path) -> None:
+    refused = without_torch(*words, cwd=tmp_path).finish()
+    assert refused.code == USAGE, refused.said
+    assert message in refused.err
+    assert refused.err.startswith("distbench: ") and refused.err.count("distbench: ") == 1
+    assert "Traceback" not in refused.said and refused.out == ""
+    assert refused.left == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (target("Nope"), "tests.models_for_tests has no 'Nope'"),
+        (
+            ["strategy=fsdp", "wrap_policy.classes=[Nope]"],
+            "wrap_policy.classes=['Nope'] matches no module of this model",
+        ),
+    ],
+)
+def test_what_the_model_tells_is_refused_as_well(words: list[str], message: str, tmp_path: Path) -> None:
+    refused = distbench(*words, cwd=tmp_path)
+    assert refused.code == USAGE, refused.said
+    assert message in refused.err and "Traceback" not in refused.said
+    assert refused.left == []
+
+
+def test_a_taken_port_is_refused(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused = distbench(*SMALL, f"launch.master_port={port}", cwd=tmp_path)
+    assert refused.code == USAGE and f"launch.master_port={port} cannot be used" in refused.err
+    assert refused.left == []
+
+
+def test_a_run_folder_is_not_used_twice(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "record.json").write_text('{"schema": 1, "status": "passed"}')
+    refused = distbench(*SMALL, "hydra.run.dir=mine", cwd=tmp_path)
+    assert refused.code == USAGE and "mine already holds a run; choose another hydra.run.dir" in refused.err
+    assert json.loads((tmp_path / "mine" / "record.json").read_text())["status"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("words", "sorted_words"),
+    [
+        (["a=1", "-m", "b=2"], ["-m", "a=1", "b=2"]),
+        (["a=1", "--cfg", "job", "b=2"], ["--cfg", "job", "a=1", "b=2"]),
+        (["--config-dir", "/x=y", "a=1"], ["--config-dir", "/x=y", "a=1"]),
+        (["--config-dir=/x", "~a"], ["--config-dir=/x", "~a"]),
+        (["a=1", "--cfg"], ["--cfg", "a=1"]),
+    ],
+)
+def test_flags_may_stand_anywhere(words: list[str], sorted_words: list[str]) -> None:
+    assert _flags_first(words) == sorted_words
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Runs
+# --------------------------------------------------------------------------------------------------------------
+
+
+def test_two_runs_and_two_sweeps_at_once(tmp_path: Path) -> None:
+    """Started in the same second, in one folder: no run takes another's folder, port or cell."""
+    commands = [
+        start("strategy=ddp", *SMALL, cwd=tmp_path),
+        start("strategy=ddp", *SMALL, cwd=tmp_path),
+        start("-m", "strategy=single,ddp", *SMALL, cwd=tmp_path),
+        start("-m", "strategy=single,ddp", *SMALL, cwd=tmp_path),
+    ]
+    ended = [command.finish() for command in commands]
+    assert [one.code for one in ended] == [OK] * 4, [one.said for one in ended]
+    assert len(ended[0].runs) == 6
+    parents = {run.parent if "sweep" in run.parent.name else run for run in ended[0].runs}
+    assert len(parents) == 4
+    assert "run folder outputs/" in ended[0].out and "2 of 2 cells passed" in ended[2].out
+
+
+def test_an_override_before_the_flag_makes_a_sweep_too(tmp_path: Path) -> None:
+    composed = distbench(*SMALL, "strategy=fsdp", "--cfg", "job", "precision=bf16", cwd=tmp_path)
+    assert composed.code == OK, composed.said
+    assert "name: fsdp" in composed.out and "name: bf16" in composed.out
+    assert composed.left == []
+
+
+def test_a_user_model_beside_the_command_is_found(tmp_path: Path) -> None:
+    """From its own working directory, by the console script as by `python -m`; and a loss that is not finite is told."""
+    (tmp_path / "my_model.py").write_text("from torch.nn import Linear\n\n\ndef build():\n    return Linear(6, 6)\n")
+    words = [word for word in target("x") if "_target_" not in word]
+    script = "import sys; from distbench.__main__ import entry; sys.path.pop(0); entry()"
+    command = [sys.executable, "-c", script, *words, "model._target_=my_model.build", "optimizer=sgd"]
+    env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    ended = Command(*command, "optimizer.lr=1e30", "steps=5", "clip_norm=null", cwd=tmp_path, env=env).finish()
+    assert ended.code == OK, ended.said
+    assert "passed: loss" in ended.out and "-> nan in 5 steps" in ended.out
+    assert ended.record["result"]["last_loss"] == "nan"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Sweeps
+# --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sweep_runs_the_same_experiment_once(tmp_path: Path) -> None:
+    words = ["strategy=ddp,fsdp", "wrap_policy=size,block", "prefetch=backward_pre,backward_post,none"]
+    ended = distbench("-m", *words, *SMALL, "wrap_policy.min_num_params=200", cwd=tmp_path)
+    # min_num_params is not an option of block: refused before anything starts
+    assert ended.code == USAGE and ended.left == []
+
+    ended = distbench("-m", *words, *SMALL, cwd=tmp_path)
+    assert ended.code == OK, ended.said
+    assert len(ended.runs) == 7, "one ddp, six fsdp"
+    cells = sorted(path for path in ended.runs[0].parent.iterdir() if path.name[0].isdigit())
+    assert len(cells) == 12
+    first = next(cell for cell in cells if "strategy=ddp" in cell.name)
+    twins = [read_duplicate(cell) for cell in cells if "strategy=ddp" in cell.name and cell != first]
+    assert twins == [first.name] * 5
+    assert not any(read_duplicate(cell) for cell in cells if "strategy=fsdp" in cell.name)
+    assert ended.out.count(f"the same effective experiment as {first.name}: not run again") == 5
+    assert ended.out.count("same as 000") == 5 and "7 of 12 cells passed" in ended.out
+
+
+def test_a_failing_cell_does_not_stop_the_sweep(tmp_path: Path) -> None:
+    words = [*target("RaisesAbove"), "+model.kwargs.limit=3,6,2", "strategy=single"]
+    ended = distbench("-m", *words, cwd=tmp_path)
+    assert ended.code == CRASHED, ended.said
+    records = [json.loads((run / "record.json").read_text()) for run in ended.runs]
+    assert [record["status"] for record in records] == ["crashed", "passed", "crashed"]
+    assert records[0]["reason"] == "rank 0: ArithmeticError: wider than 3" and records[0]["finished"]
+    assert ended.out.count("Traceback (most recent call last):") == 2
+    assert "1 of 3 cells passed" in ended.out
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Failures of the user's model
+# --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_raises_is_told_once_and_first(tmp_path: Path) -> None:
+    ended = distbench(*target("Raises"), "strategy=fsdp", cwd=tmp_path)
+    assert ended.code == CRASHED, ended.said
+    assert ended.said.count("ArithmeticError: the user's own mistake") == 1
+    head = ended.out[ended.out.index("rank ") :].splitlines()
+    assert head[1] == "Traceback (most recent call last):" and "models_for_tests.py" in head[2]
+    assert ended.err == ""
+    record = ended.record
+    assert record["status"] == "crashed" and record["reason"].endswith("ArithmeticError: the user's own mistake")
+    failure = json.loads((ended.run / "logs" / "failure.json").read_text())
+    assert failure["first"]["type"] == "ArithmeticError"
+    assert {path.name for path in (ended.run / "logs").glob("rank*.log")} == {"rank0.log", "rank1.log"}
+    assert not (ended.run / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(("rank", "strategy"), [(0, "ddp"), (1, "fsdp2")])
+def test_a_killed_rank_ends_the_run_and_is_named(rank: int, strategy: str, tmp_path: Path) -> None:
+    ended = distbench(*target("KillsRank", rank=rank), f"strategy={strategy}", cwd=tmp_path)
+    assert ended.code == CRASHED, ended.said
+    assert f"distbench: rank {rank} died without an error: killed" in ended.out
+    assert ended.record["status"] == "crashed"
+    assert ended.record["reason"].startswith(f"rank {rank} died without an error: killed")
+
+
+def test_out_of_memory_is_a_status_of_its_own(tmp_path: Path) -> None:
+    ended = distbench(*target("OutOfMemory"), "strategy=single", cwd=tmp_path)
+    assert ended.code == CRASHED and ended.record["status"] == "oom"
+
+
+def test_different_weights_are_refused(tmp_path: Path) -> None:
+    ended = distbench(*target("RandomStart"), cwd=tmp_path)
+    assert ended.code == CRASHED, ended.said
+    assert "ranks built different initial weights (rank 0: " in ended.out and "Traceback" not in ended.said
+    assert ended.record["status"] == "crashed"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Interrupted
+# --------------------------------------------------------------------------------------------------------------
+
+
+def ranks_of(command: Command, folder: Path, number: int) -> None:
+    """Wait until every rank is inside the model's forward."""
+    deadline = time.monotonic() + 120
+    while len(list(folder.glob("pid*"))) < number:
+        assert command.process.poll() is None, command.process.communicate()
+        assert time.monotonic() < deadline, "ranks did not start"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_so_and_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    started.mkdir()
+    command = start("-m", "strategy=ddp,fsdp", *target("Waits", folder=started), cwd=tmp_path)
+    ranks_of(command, started, 2)
+    before = time.monotonic()
+    if number is signal.SIGINT:
+        command.signal(number)
+    else:
+        os.kill(command.process.pid, number)
+    ended = command.finish()
+    assert time.monotonic() - before < 25, "the agent waited for ranks that ignore the signal it passed on"
+    assert ended.code == INTERRUPTED, ended.said
+    assert "distbench: interrupted" in ended.err and "Traceback" not in ended.said
+    assert ended.record["status"] == "interrupted" and ended.record["finished"]
+    assert len(ended.runs) == 1, "the sweep went on"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# torchrun
+# --------------------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_joins(tmp_path: Path) -> None:
+    ended = torchrun(*SMALL, "strategy=fsdp2", cwd=tmp_path)
+    assert ended.code == OK, ended.said
+    record = ended.record
+    assert record["status"] == "passed" and record["batch"]["world_size"] == 2
+    assert record["topology"]["backend"] == "gloo" and len(record["topology"]["ranks"]) == 2
+    assert ended.out.count("passed: loss") == 1 and "run folder outputs/" in ended.out
+    assert (ended.run / record["checkpoint"]).is_file()
+
+
+def test_torchrun_with_a_model_that_fails_ends(tmp_path: Path) -> None:
+    ended = torchrun(*target("RaisesOnRank", rank=1), "strategy=ddp", cwd=tmp_path)
+    assert ended.code != OK
+    assert ended.out.count("ArithmeticError: one rank's mistake") == 1
+    assert ended.record["status"] == "crashed"
+    assert ended.record["reason"] == "rank 1: ArithmeticError: one rank's mistake"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["steps=0"], 1, "distbench: steps=0 is too small"),
+        (["-m", "strategy=ddp,fsdp", *SMALL], 1, "torchrun starts the ranks of one run, and a sweep starts its own"),
+        (["--cfg", "job"], OK, "hidden_dim: 64"),
+    ],
+    ids=["refused", "sweep", "shown"],
+)
+def test_torchrun_without_a_run_ends(words: list[str], code: int, message: str, tmp_path: Path) -> None:
+    """The other ranks wait for rank 0's run, and must not when there is none."""
+    ended = torchrun(*words, cwd=tmp_path)
+    assert ended.code == code, ended.said  # torchrun itself ends with 1 for whatever its ranks end with
+    assert ended.said.count(message) == 1
+    assert ended.left == []

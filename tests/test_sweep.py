@@ -1,0 +1,69 @@
+"""Cells of a sweep: claimed once, wherever they run."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from hydra.types import RunMode
+
+from distbench import sweep
+from distbench.config import SizeWrap
+from distbench.errors import ConfigError, ExitCode
+from distbench.sweep import _claim, _refused, exit_code, read_duplicate
+from tests.configs import small
+
+
+@pytest.fixture(autouse=True)
+def no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "_exit_codes", [])
+
+
+def test_the_first_cell_claims_an_experiment(tmp_path: Path) -> None:
+    ddp, same, fsdp = small("ddp"), small("ddp", wrap=SizeWrap()), small("fsdp")
+    assert _claim(tmp_path, ddp, tmp_path / "000") is None
+    assert _claim(tmp_path, same, tmp_path / "001") == "000"
+    assert _claim(tmp_path, fsdp, tmp_path / "002") is None
+    assert _claim(tmp_path, same, tmp_path / "003") == "000"
+
+
+def claim_in_a_process(folder: Path, number: int, results: multiprocessing.SimpleQueue[str | None]) -> None:
+    results.put(_claim(folder, small("ddp"), folder / f"{number:03d}"))
+
+
+def test_cells_in_many_processes_claim_it_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    results: multiprocessing.SimpleQueue[str | None] = context.SimpleQueue()
+    processes = [context.Process(target=claim_in_a_process, args=(tmp_path, i, results)) for i in range(8)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [results.get() for _ in processes].count(None) == 1
+
+
+@pytest.mark.parametrize("content", [None, "", "{}", "[1]", '{"duplicate_of": '])
+def test_a_folder_that_names_no_twin_has_none(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "duplicate_of.json").write_text(content)
+    assert read_duplicate(tmp_path) is None
+
+
+def test_the_exit_code_is_the_first_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert exit_code() == ExitCode.OK
+    monkeypatch.setattr(sweep, "_exit_codes", [0, 4, 3])
+    assert exit_code() == ExitCode.CRASHED
+
+
+@pytest.mark.parametrize(("mode", "left"), [(RunMode.RUN, False), (RunMode.MULTIRUN, True)])
+def test_a_refused_run_leaves_nothing_and_a_refused_cell_its_row(
+    tmp_path: Path, mode: RunMode, left: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    status = _refused(ConfigError("steps=0 is too small"), folder, mode)
+    assert status == {"status": "refused", "reason": "steps=0 is too small"}
+    assert capsys.readouterr().err == "distbench: steps=0 is too small\n"
+    assert exit_code() == ExitCode.USAGE
+    assert folder.exists() is left
