@@ -295,7 +295,7 @@ class Gate:
 
 @dataclass
 class Fault:
-    """A deliberate bug, for the self-test: `_target_` is a `distbench.numerics.faults.Fault` class; null: none."""
+    """A deliberate bug, for the self-test: `_target_` is a `distbench.faults.base.Fault` class; null: none."""
 
     _target_: str | None = None
     name: str = "none"
@@ -636,6 +636,11 @@ def _validate_numbers(config: Config) -> None:
         raise ConfigError("optimizer.nesterov=true needs optimizer.momentum above 0")
     if config.strategy.name == "ddp":
         _positive("strategy.bucket_cap_mb", config.strategy.bucket_cap_mb, 0.001)
+        if config.strategy.static_graph and config.accumulation > 1 and not config.accumulation_sync:
+            raise ConfigError(
+                f"strategy.static_graph=true with accumulation={config.accumulation}: torch cannot learn the graph from a "
+                "backward that reduces nothing; set accumulation_sync=true or strategy.static_graph=false"
+            )
 
 
 def _validate_precision(config: Config) -> None:

@@ -36,8 +36,7 @@ def preflight(config: Config) -> tuple[Config, nn.Module | None, list[str]]:
     """
     config, notes = _supported_precision(config)
     build_source(config.data, config.seed)
-    if config.fault._target_ is not None:
-        locate(config.fault._target_, "fault._target_")
+    notes += _check_fault(config)
     model = _meta_model(config)
     if model is not None:
         _check_batch_norm(config.precision, model)
@@ -73,6 +72,18 @@ def preset(name: str) -> Precision:
     tree = yaml.safe_load((conf_dir() / "precision" / f"{name}.yaml").read_text())
     tree.pop("defaults")
     return Precision(**{**tree, "scaler": type(Precision().scaler)(**tree["scaler"])})
+
+
+def _check_fault(config: Config) -> list[str]:
+    """A fault that can be imported; a note where this strategy cannot have it."""
+    if config.fault._target_ is None:
+        return []
+    fault = locate(config.fault._target_, "fault._target_")
+    strategies = getattr(fault, "strategies", (config.strategy.name,))
+    if config.strategy.name in strategies:
+        return []
+    why = getattr(fault, "why_not", None) or f"it is for strategy={' or '.join(strategies)}"
+    return [f"fault={config.fault.name} does nothing under strategy={config.strategy.name}: {why}"]
 
 
 def _meta_model(config: Config) -> nn.Module | None:

@@ -129,6 +129,6 @@ def start(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Command:
 
 
 def torchrun(*words: str, cwd: Path) -> Finished:
-    """`torchrun --nproc-per-node 2 -m distbench ...` in `cwd`, to its end."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    """`torchrun --nproc-per-node 2 -m distbench ...` in `cwd`, on a free port, to its end."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     return Command(*launcher, "-m", "distbench", *words, cwd=cwd).finish()

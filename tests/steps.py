@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from distbench.losses import LossFunction
 from distbench.models.build import build_model
 from distbench.precision import PrecisionPolicy
 from distbench.trainer import StepMetrics, Trainer
+
+K = TypeVar("K")
 
 ONE_PROCESS = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"), backend=None)
 
@@ -45,7 +47,7 @@ def train(world: World, config: Config, steps: int = 1) -> Steps:
     return Steps(metrics, samples, facts, gradients, weights)
 
 
-def train_each(world: World, configs: dict[str, Config], steps: int = 1) -> dict[str, Steps]:
+def train_each(world: World, configs: dict[K, Config], steps: int = 1) -> dict[K, Steps]:
     """`train` for several configs in one world, so that a start of processes serves many cases."""
     return {name: train(world, config, steps) for name, config in configs.items()}
 

@@ -94,6 +94,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer__betas": [0.9, 1.0]}, "optimizer.betas=[0.9, 1.0] must be two numbers in [0, 1)"),
     ({"optimizer": {**SGD, "nesterov": True}}, "optimizer.nesterov=true needs optimizer.momentum above 0"),
     ({"strategy__bucket_cap_mb": 0.0}, "strategy.bucket_cap_mb=0.0 is too small"),
+    (
+        {"strategy__static_graph": True, "accumulation": 2},
+        "strategy.static_graph=true with accumulation=2: torch cannot learn the graph from a backward that reduces",
+    ),
     # precision
     ({"precision__param_dtype": "fp8"}, "precision.param_dtype='fp8' is not one of fp64, fp32, bf16, fp16"),
     ({"precision__compute_dtype": ""}, "precision.compute_dtype='' is not one of"),
@@ -168,6 +172,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gate__tolerance": 0.0}, "gate.tolerance=0.0 must be positive; null uses the proven bound"),
     ({"gate__kappa": 0.0}, "gate.kappa=0.0 must be positive"),
     ({"gate__max_replay": 1}, "2 ranks are more than gate.max_replay=1"),
+    (
+        {"strategy": FSDP, "strategy__sync_module_states": True},
+        "strategy.sync_module_states=true broadcasts through GPU memory, which device=cpu does not have; set ",
+    ),
 ]
 
 
@@ -209,6 +217,7 @@ data.padding=
         {"model": {"name": "custom", "_target_": "a.b"}, "data__vocab_size": 9, "loss__name": "cross_entropy"},
         {"wrap_policy": {"name": "pattern"}},
         {"clip_norm": None, "optimizer__lr": 0.0},
+        {"strategy__static_graph": True, "accumulation": 2, "accumulation_sync": True},
     ],
 )
 def test_what_can_be_run_is_not_refused(changes: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from distbench.data.batches import Batch, seed_random_state
@@ -75,12 +74,12 @@ class OneParamUnsynced(CatalogueFault):
 
     def __init__(self, parameter: str = DEFAULT_PARAMETER) -> None:
         self.parameter = parameter
-        self.held: tuple[int, int] | None = None
+        self.own: Tensor | None = None
+        """This rank's own gradient, added up over micro-batches."""
 
     def wrap(self, strategy: Strategy, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         if strategy.num_replicas == 1:
-            on_local_gradient(model, self.parameter, self._keep_own_shard)
-            self.world = strategy.world
+            on_local_gradient(model, self.parameter, self._add_up)
             return strategy.wrap(model, policy, units)
         policy = copy.copy(policy)
         around(policy, "cast", self._cast_and_ignore)
@@ -93,17 +92,21 @@ class OneParamUnsynced(CatalogueFault):
         return module
 
     def install(self, trainer: Trainer) -> None:
-        for slot in trainer.strategy.slots(trainer.module):
-            if slot.name == self.parameter:
-                self.held = (slot.start, slot.start + slot.numel)
+        def gradients(original: Callable[[nn.Module], list[Tensor]], module: nn.Module) -> list[Tensor]:
+            found = original(module)
+            for slot in trainer.strategy.slots(module):
+                if slot.name == self.parameter and slot.parameter.grad is not None and self.own is not None:
+                    slot.cut(trainer.strategy.local(slot.parameter.grad)).copy_(slot.slice_of(self.own))
+            self.own = None
+            return found
 
-    def _keep_own_shard(self, gradient: Tensor) -> Tensor:
-        """What the average over ranks turns into this rank's own gradient in this rank's shard, and zero elsewhere."""
-        assert self.held is not None
-        start, stop = self.held
-        own = torch.zeros_like(gradient).reshape(-1)
-        own[start:stop] = gradient.reshape(-1)[start:stop] * self.world.size
-        return own.reshape(gradient.shape)
+        if trainer.strategy.num_replicas == 1:
+            around(trainer.strategy, "gradients", gradients)
+
+    def _add_up(self, gradient: Tensor) -> None:
+        """In fp32, as the sharded gradient is kept."""
+        own = gradient.detach().float()
+        self.own = own if self.own is None else self.own + own
 
 
 class LowPrecisionReduce(CatalogueFault):

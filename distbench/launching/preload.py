@@ -6,17 +6,25 @@ A name that a torch version does not have is left out: preloading is speed, neve
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 
 MODULES = (
     "distbench.launching.worker",
     "distbench.experiment",
+    "distbench.build",
+    "distbench.checkpoint.save",
+    "distbench.numerics.diagnose",
+    "distbench.numerics.gating",
+    "distbench.numerics.locate",
+    "distbench.runs.log",
     "distbench.strategies.ddp",
     "distbench.strategies.fsdp",
     "distbench.strategies.fsdp2",
     "distbench.data.synthetic",
     "distbench.data.text",
     "distbench.report.tensorboard",
+    "omegaconf.grammar_parser",
     "rich.console",
     "rich.progress",
     # Imported lazily by DDP's and FSDP's constructors and first steps: 822 modules, more than a second a rank.
@@ -26,6 +34,7 @@ MODULES = (
     "torch.distributed.elastic.multiprocessing.errors",
     "torch.distributed.tensor",
     "safetensors.torch",
+    "tensorboard.plugins.hparams.api_pb2",
 )
 
 for _name in MODULES:
@@ -35,3 +44,8 @@ for _name in MODULES:
 from distbench.numerics.summary import prepare  # noqa: E402
 
 prepare()  # a second a rank otherwise
+
+# What is here lives as long as the forkserver. Ranks need not look through it for garbage, which would also copy every
+# page of it.
+gc.collect()
+gc.freeze()

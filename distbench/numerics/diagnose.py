@@ -130,7 +130,8 @@ def _gradient_cause(
     later: bool,
 ) -> tuple[str, str]:
     if check.name == "none_gradients":
-        if location.local_gradients_agree:
+        # Where a few are missing they were frozen or not wrapped; where all are, nothing was ever reduced.
+        if location.local_gradients_agree and not any(g.step == check.step for g in verdict.gradients):
             return "missing_sync", "gradients never reached the parameters"
         return "wrapping", check.detail
     replicas = next((c for c in verdict.checks if c.name == "replicas" and c.step == check.step and not c.passed), None)
@@ -155,6 +156,8 @@ def _gradient_cause(
         return "missing_sync", "local gradients are right, but they are not what was reduced"
     if later:
         return "later_steps", f"state that step 1 does not use: {_names(failed, location)}"
+    if location.phase == "loss":
+        return "data", "the loss is right, but not what enters backward: micro-batches weighted otherwise"
     if location.phase in ("forward", "backward"):
         if location.module_class in RANDOM_MODULES:
             return "before_communication", f"random state: {location.module} drew another mask"

@@ -98,7 +98,9 @@ class Verdict:
 
     @property
     def first_failure(self) -> Check | None:
-        return next((check for check in self.checks if not check.passed), None)
+        """What explains the others: a dtype that is not the declared one is read back after the gradients it spoils."""
+        failed = [check for check in self.checks if not check.passed]
+        return next((check for check in failed if check.name == "dtypes"), failed[0] if failed else None)
 
     def _nonfinite(self) -> str:
         """Infinities and NaNs that the baseline has, too: equal, but not to be passed over."""
@@ -435,7 +437,7 @@ class Gate(Observer):
             inside = off == 0 if relative is None else off <= tolerance
             tier = Tier.tolerance if inside and not illegal else Tier.fail
             margin = off / tolerance
-            power_scale = tolerance
+            power_scale, power_element = 1 / tolerance, tolerance * math.sqrt(mean_square)
         elif violations == 0 and self.reduction.reduces:
             tier = Tier.bound
         elif self._noise_allowed() and self._within_noise(name, relative) and not illegal:
@@ -497,7 +499,8 @@ class Gate(Observer):
         exact = all(p.name in weights and weights[p.name].digest == p.digest for p in self.baseline.weights(step))
         if self.exact_state:  # every forced step starts from the baseline's
             self._add("buffers", step, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
-            self._unused_weights(step, weights, expected["nones"])
+            if not self.strategy.zeros_for_unused:
+                self._unused_weights(step, weights, expected["nones"])
         if self.mode == "free":
             self.exact_state = self.exact_state and exact and agree and not buffers
         if any(not check.passed for check in self.checks):

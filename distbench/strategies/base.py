@@ -25,6 +25,8 @@ class Strategy(ABC):
 
     needs_group: ClassVar[bool] = True
     """Whether it needs a process group even with one rank."""
+    zeros_for_unused: ClassVar[bool] = False
+    """A parameter that no forward used may get a gradient of zeros instead of none, so weight decay moves it."""
 
     def __init__(self, options: Any, prefetch: Prefetch, world: World) -> None:
         self.options, self.prefetch, self.world = options, prefetch, world

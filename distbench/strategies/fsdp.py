@@ -28,6 +28,7 @@ PREFETCH = {
 
 class FSDP(Strategy):
     options: FSDPStrategy
+    zeros_for_unused = True  # beside a used one in the same flat parameter
 
     @classmethod
     def reduction(cls, config: Config) -> Reduction:

@@ -91,7 +91,7 @@ def test_a_factory_gets_its_arguments() -> None:
         (model("not_a_module"), r"returned str, not a torch.nn.Module; return the module from the factory"),
         (model("without_parameters"), r"returned a module without parameters"),
         (model("Plain", width=3), r"does not take model.kwargs: got an unexpected keyword argument 'width'"),
-        (model("RaisesAbove"), r"does not take model.kwargs: missing a required argument: 'limit'"),
+        (model("Waits"), r"does not take model.kwargs: missing a required argument: 'folder'"),
         (CustomModel(_target_="nope.build"), r"no module named 'nope'; run from the folder it lies in, or put that on"),
         (CustomModel(_target_="tests.nope.build"), r"no module named 'tests.nope'"),
         (CustomModel(_target_="build"), r"'build' must be a dotted path, such as my_file.build_model"),
