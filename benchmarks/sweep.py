@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 
 CELLS = 8
@@ -36,7 +37,7 @@ def run_seconds(folder: Path) -> tuple[list[float], list[float]]:
     for file in records:
         rows = [json.loads(line) for line in (file.parent / "metrics.jsonl").read_text().splitlines()]
         own.append(sum(row["step_seconds"] for row in rows))
-    return [b - a for a, b in zip(ends, ends[1:], strict=False)], own[1:]
+    return [b - a for a, b in pairwise(ends)], own[1:]
 
 
 def main() -> None:
@@ -46,8 +47,8 @@ def main() -> None:
         for gate in ("off", "default"):
             subprocess.run(
                 [
-                    sys.executable, "-m", "distbench", "-m", "strategy=ddp", "steps=4", f"gate={gate}", "gate.fp64_reference=false",
-                    "checkpoint=off", f"seed.data={seeds}", f"output_dir={root / gate}",
+                    sys.executable, "-m", "distbench", "-m", "strategy=ddp", "steps=4", f"gate={gate}",
+                    "gate.fp64_reference=false", "checkpoint=off", f"seed.data={seeds}", f"output_dir={root / gate}",
                 ],
                 cwd=root, check=True, capture_output=True,
             )  # fmt: skip
@@ -61,7 +62,8 @@ def main() -> None:
             )  # fmt: skip
             torchrun.append(time.perf_counter() - start)
         by_hand = statistics.median(torchrun)
-        print(f"\na sweep's overhead, median of {CELLS - 1} runs of two ranks    targets: at most 0.8 s, at least 6x less than torchrun")
+        print(f"\na sweep's overhead, median of {CELLS - 1} runs of two ranks")
+        print("  targets: at most 0.8 s, at least 6x less than torchrun")
         print(f"  one torchrun of a loop by hand            {by_hand:6.2f} s")
         for gate, label in (("off", "ungated run, beyond its steps"), ("default", "gated run, baseline computed each time")):
             gaps, own = run_seconds(root / gate)

@@ -638,8 +638,8 @@ def _validate_numbers(config: Config) -> None:
         _positive("strategy.bucket_cap_mb", config.strategy.bucket_cap_mb, 0.001)
         if config.strategy.static_graph and config.accumulation > 1 and not config.accumulation_sync:
             raise ConfigError(
-                f"strategy.static_graph=true with accumulation={config.accumulation}: torch cannot learn the graph from a "
-                "backward that reduces nothing; set accumulation_sync=true or strategy.static_graph=false"
+                f"strategy.static_graph=true with accumulation={config.accumulation}: torch cannot learn the graph "
+                "from a backward that reduces nothing; set accumulation_sync=true or strategy.static_graph=false"
             )
 
 

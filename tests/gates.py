@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,7 +14,9 @@ from distbench.build import EffectiveDtypes, build_trainer, set_determinism
 from distbench.config import Config, LocalLaunch, digest, to_container
 from distbench.launching.world import World
 from distbench.numerics.baseline import Baseline, compute_baseline
+from distbench.numerics.diagnose import Diagnosis, diagnose
 from distbench.numerics.gate import Check, Gate, StopGate, Tier, Verdict
+from distbench.numerics.locate import Location, locate
 from distbench.strategies import strategy_class
 from distbench.trainer import Observer, StepMetrics, Trainer
 from tests.steps import ONE_PROCESS
@@ -128,6 +131,31 @@ Case = tuple[Config, Path | None] | tuple[Config, Path | None, Spoiler | None]
 def gated_each(world: World, cases: Mapping[str, Case]) -> dict[str, Gated]:
     """Several runs in one world, so that one start of processes serves many cases."""
     return {name: gated(world, *case) for name, case in cases.items()}
+
+
+def explained(
+    world: World, config: Config, folder: Path, spoil: Spoiler | None
+) -> tuple[Verdict, Location, Diagnosis]:
+    """A run that fails, and what `locate` and `diagnose` make of it. A collective."""
+    set_determinism(config, 1)
+    trainer, _ = build_trainer(config, world)
+    if spoil is not None:
+        spoil(trainer)
+    dtypes, baseline = EffectiveDtypes(trainer), Baseline(folder)
+    gate = Gate(baseline, config, type(trainer.strategy).reduction(config), trainer, dtypes, reused=False)
+    trainer.observers = [dtypes, gate]
+    with suppress(StopGate):
+        gate.run(trainer)
+    verdict = gate.verdict()
+    assert not verdict.passed, "nothing to explain"
+    location = locate(config, baseline, trainer, verdict)
+    return verdict, location, diagnose(verdict, location, config)
+
+
+def explained_each(
+    world: World, cases: Mapping[str, tuple[Config, Path, Spoiler]]
+) -> dict[str, tuple[Verdict, Location, Diagnosis]]:
+    return {name: explained(world, *case) for name, case in cases.items()}
 
 
 def gated_here(config: Config, root: Path, spoil: Spoiler | None = None, reused: bool = False) -> Gated:

@@ -159,6 +159,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"strategy": {"name": "single"}, "launch__nproc": 2}, "strategy=single is one process, but this run has 2 ranks"),
     ({"global_batch": 7}, "global_batch=7 does not divide into 2 ranks x accumulation=1; use a multiple of 2"),
     ({"accumulation": 3}, "global_batch=8 does not divide into 2 ranks x accumulation=3; use a multiple of 6"),
+    (
+        {"strategy": {**FSDP, "sync_module_states": True}},
+        "strategy.sync_module_states=true broadcasts through GPU memory",
+    ),
     ({"device": "cuda"}, "device=cuda but no CUDA device is visible here; use device=cpu"),
     *(
         (

@@ -97,7 +97,7 @@ class LossReportedLocally(CatalogueFault):
     """
 
     seen_in = "deepspeedai/DeepSpeed#7718"
-    checks = ("reported_loss",)
+    checks = ("reported",)
     diagnosis = ("missing_sync",)
 
     def install(self, trainer: Trainer) -> None:

@@ -60,7 +60,7 @@ class ScaleGrowsOnOneRank(CatalogueFault):
 
     precisions = ("fp16",)
     overrides = ("precision.scaler.init_scale=1024",)
-    checks = ("scale", "loss", "gradients")
+    checks = ("scale", "next_scale")
     diagnosis = ("later_steps", "scale")
 
     def install(self, trainer: Trainer) -> None:
@@ -83,7 +83,7 @@ class ScaleNeverGrows(CatalogueFault):
 
     precisions = ("fp16",)
     overrides = ("precision.scaler.init_scale=1024", "precision.scaler.growth_interval=1")
-    checks = ("scale",)
+    checks = ("scale", "next_scale")
     diagnosis = ("later_steps", "scale")
 
     def install(self, trainer: Trainer) -> None:

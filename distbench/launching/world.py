@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-
 DRAIN_SECONDS = 0.05
 """How long Gloo's threads get to let go of the last collective's tensor; under 0.4 ms was seen."""
 

@@ -373,17 +373,17 @@ def noise_floor(config: Config, device: torch.device, exact: dict[str, Tensor]) 
             arranged = replace(config, accumulation=2 * config.accumulation)
         replay = Replay(arranged, strategy_class(config.strategy.name).reduction(arranged), device)
         for batches in replay.batches:
-            plain = batches.micro_batches
-            setattr(
-                batches,
-                "micro_batches",
-                lambda step, plain=plain, kind=kind: [_rearranged(b, kind) for b in plain(step)],
-            )  # noqa: B010
+            _rearrange(batches, kind)
         for name, mean in replay.gradients().mean.items():
             norm = float(exact[name].norm())
             if norm:
                 floor[name] = max(floor[name], float((mean - exact[name]).norm()) / norm)
     return floor
+
+
+def _rearrange(batches: SampleAddressedBatches, kind: str) -> None:
+    plain = batches.micro_batches
+    batches.micro_batches = lambda step: [_rearranged(batch, kind) for batch in plain(step)]  # type: ignore[method-assign]
 
 
 def _rearranged(batch: Batch, kind: str) -> Batch:

@@ -79,12 +79,12 @@ def _cause(
         return "before_communication", f"precision: {check.detail}"
     if check.name in ("norm", "clip"):
         return "clipping", f"{check.detail}; clipped by a norm that is not the global gradient's"
-    if check.name == "scale":
+    if check.name in ("scale", "next_scale"):
         return ("later_steps" if later else "scale"), f"loss scaler: {check.detail}"
     if check.name == "representable":
         return "reduction", f"changed after the reduction: {check.detail}"
-    if check.name == "reported_loss":
-        return "missing_sync", f"the logged loss is not the mean over ranks: {check.detail}"
+    if check.name == "reported":
+        return "missing_sync", f"what is logged is not what was done: {check.detail}"
     if check.name in ("plain_sgd", "update", "optimizer_groups", "unused_weights"):
         return "optimizer", _optimizer_cause(check, verdict, location)
     if check.name == "replicas_after":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from distbench.trainer import Backward, Observer, StepMetrics, Trainer
 MASK64 = 2**64 - 1
 
 
-class Tier(str, Enum):
+class Tier(StrEnum):
     """How strong the evidence is, strongest first."""
 
     bitwise = "bitwise"
@@ -211,7 +211,7 @@ class Gate(Observer):
         detail = f"{len(different)} of {len(expected)} parameters differ, first {different[0]}" if different else ""
         if not agree:
             detail = f"ranks hold different weights: {ranks}"
-        self._add("initial_weights", 1, not different and agree, detail, ranks=ranks, parameter=(different + [None])[0])
+        self._add("initial_weights", 1, not different and agree, detail, ranks=ranks, parameter=next(iter(different), None))
         self._add("initial_buffers", 1, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
         self.exact_state = not different and agree and not buffers
 
@@ -489,9 +489,11 @@ class Gate(Observer):
         step, expected = metrics.step, self.baseline.step(metrics.step)
         if step == 1:
             self._dtypes(trainer)
-        self._reported_loss(metrics)
         self._norm_and_clip(metrics)
         self._update(step, metrics, trainer)
+        self._reported(metrics)
+        if self.exact_state and metrics.skipped == expected["skipped"]:
+            self._next_scale(step, expected, trainer)
         weights = self._summary(trainer, gradients=False)
         agree, ranks = self._replicas_agree(self._local_summary)
         self._add("replicas_after", step, agree, "" if agree else f"ranks hold different weights: {ranks}", ranks=ranks)
@@ -528,14 +530,25 @@ class Gate(Observer):
         ]
         self._add("dtypes", 1, not wrong, "; ".join(wrong))
 
-    def _reported_loss(self, metrics: StepMetrics) -> None:
-        """The loss that is logged is the global one, on every rank: the curve that people compare."""
+    def _reported(self, metrics: StepMetrics) -> None:
+        """What is logged is the global loss and the learning rate in use, on every rank: what people compare."""
         total, size = sum(loss for loss, _, _ in self.shares), sum(abs(loss) for loss, _, _ in self.shares)
         details = []
-        for reported, (_, count, _) in zip(self.world.gather(metrics.loss), self.shares, strict=True):
-            right = _same_number(reported, total / count) or abs(reported - total / count) <= 1e-9 * size / count
-            details.append("" if right else f"reports loss {reported!r}, the global one is {total / count!r}")
-        self._add_by_rank("reported_loss", metrics.step, details)
+        for (loss, lr), (_, count, _) in zip(self.world.gather((metrics.loss, metrics.lr)), self.shares, strict=True):
+            detail = ""
+            if not (_same_number(loss, total / count) or abs(loss - total / count) <= 1e-9 * size / count):
+                detail = f"reports loss {loss!r}, the global one is {total / count!r}"
+            elif lr != self.shadow.learning_rate:
+                detail = f"reports learning rate {lr!r}, the configured one is {self.shadow.learning_rate!r}"
+            details.append(detail)
+        self._add_by_rank("reported", metrics.step, details)
+
+    def _next_scale(self, step: int, expected: dict[str, Any], trainer: Trainer) -> None:
+        """The loss scale after the step; forced steps start from the baseline's, so its course shows only here."""
+        wanted = expected["next_scale"]
+        scales = self.world.gather(trainer.scaler.scale)
+        details = ["" if scale == wanted else f"next loss scale {scale:g}, the baseline's {wanted:g}" for scale in scales]
+        self._add_by_rank("next_scale", step, details)
 
     def _norm_and_clip(self, metrics: StepMetrics) -> None:
         """The norm each rank clipped by against its gradients' own, and the coefficient it used."""

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from distbench.config import Config
@@ -31,7 +30,8 @@ FOUND_AFTER = (
     "scale",
     "representable",
     "plain_sgd",
-    "reported_loss",
+    "reported",
+    "next_scale",
     "norm",
     "clip",
     "update",
@@ -145,7 +145,7 @@ def _reference_pass(config: Config, baseline: Baseline, trainer: Trainer, step: 
     replay = Replay(config, type(trainer.strategy).reduction(config), trainer.world.device)
     replay.load(baseline, step - 1)
     facts, rank = baseline.step(step), trainer.world.rank
-    names = {name: module for name, module in replay.model.named_modules()}
+    names = dict(replay.model.named_modules())
     result = Pass()
     factor = replay.shape.world_size / facts["count"] * facts["scale"]
     totals: dict[str, Tensor] = {}
@@ -239,9 +239,7 @@ def _compare(reference: Pass, own: Pass, step: int, batches: list[Batch]) -> Loc
     differ = [
         name
         for name in dict.fromkeys([*reference.gradients, *own.gradients])
-        if name not in own.gradients
-        or name not in reference.gradients
-        or not _equal(own.gradients[name], reference.gradients[name])
+        if not _equal(own.gradients.get(name), reference.gradients.get(name))
     ]
     place = _first_forward(reference, own, step, batches) or _first_loss(reference, own, step, batches)
     place = place or _first_backward(reference, own, step, batches)
@@ -254,7 +252,10 @@ def _compare(reference: Pass, own: Pass, step: int, batches: list[Batch]) -> Loc
     return place
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """Bit for bit; zeros stand for no gradient, as in a flat gradient of FSDP's."""
+    if a is None or b is None:
+        return not any(gradient is not None and bool(gradient.any()) for gradient in (a, b))
     return a.shape == b.shape and tensor_digest(a) == tensor_digest(b)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ SCHEMA = 1
 MAX_RECORD_BYTES = 64 * 2**20
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """What became of a run."""
 
     running = "running"

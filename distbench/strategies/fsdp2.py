@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -93,14 +94,14 @@ def _set_prefetch(model: nn.Module, backward: BackwardPrefetch, forward: bool) -
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     inner = units[1:]  # the root runs around the others
     if forward:
-        for unit, following in zip(inner, inner[1:], strict=False):
+        for unit, following in pairwise(inner):
             unit.set_modules_to_forward_prefetch([following])
     if backward is BackwardPrefetch.pre:
         return
     for unit in units:
         unit.set_modules_to_backward_prefetch([unit])
     if backward is BackwardPrefetch.post:
-        for previous, unit in zip(inner, inner[1:], strict=False):
+        for previous, unit in pairwise(inner):
             _unshard_after_backward_of(unit, previous)
 
 

@@ -223,3 +223,63 @@ def buffers_reset_later(trainer: Trainer) -> None:
                 module.reset_running_stats()
 
     _after_step(trainer, reset, step=2)
+
+
+# --- inside the model
+
+
+def _module(trainer: Trainer, name: str) -> nn.Module:
+    """By its plain name, whatever it is wrapped in."""
+    canonical = trainer.strategy.canonical_name
+    return [m for n, m in trainer.module.named_modules() if canonical(f"{n}.").rstrip(".") == name][-1]
+
+
+def block_1_forward(trainer: Trainer) -> None:
+    _module(trainer, "blocks.1.linear").register_forward_hook(lambda module, args, output: output + 1e-3)
+
+
+def block_1_forward_later(trainer: Trainer) -> None:
+    """From the second step on."""
+    hook = lambda module, args, output: output + 1e-3 if trainer.step else output  # noqa: E731
+    _module(trainer, "blocks.1.linear").register_forward_hook(hook)
+
+
+def block_1_forward_on_rank_1(trainer: Trainer) -> None:
+    if trainer.world.rank == 1:
+        block_1_forward(trainer)
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, with another gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * 1.01
+
+
+def block_1_backward(trainer: Trainer) -> None:
+    """Its input's gradient."""
+    module = _module(trainer, "blocks.1")
+    inner = module.forward
+    module.forward = lambda x: inner(_Backward.apply(x))  # type: ignore[method-assign]
+
+
+def head_local_gradient(trainer: Trainer) -> None:
+    """Between autograd and the reduction; plain parameters only."""
+    _module(trainer, "head").get_parameter("weight").register_hook(lambda gradient: gradient * 1.5)
+
+
+def loss_weighted(trainer: Trainer) -> None:
+    around(trainer, "backward", lambda original, loss, factor: original(loss, factor * 1.5))
+
+
+def averaged_twice(trainer: Trainer) -> None:
+    _gradients(trainer, lambda found: [gradient.div_(trainer.world.size) for gradient in found])
+
+
+def summed(trainer: Trainer) -> None:
+    _gradients(trainer, lambda found: [gradient.mul_(trainer.world.size) for gradient in found])

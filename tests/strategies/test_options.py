@@ -27,7 +27,6 @@ OPTIONS: dict[str, Any] = {
     "ddp, static graph": DDPStrategy(static_graph=True),
     "ddp, unused": DDPStrategy(find_unused_parameters=True),
     "ddp, no buffers": DDPStrategy(broadcast_buffers=False),
-    "fsdp, synced at start": FSDPStrategy(sync_module_states=True),
     "fsdp, forward prefetch": FSDPStrategy(forward_prefetch=True),
     "fsdp, unlimited": FSDPStrategy(limit_all_gathers=False),
     "fsdp2, kept": FSDP2Strategy(reshard_after_forward=False),
