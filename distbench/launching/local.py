@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from distbench.numerics.cache import BaselineEntry
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: context managers that an exception passes set its traceback
 class RanksFailed(Exception):
     """Ranks did not all end well. `ranks`: (rank, exit code; negative for a signal) as the agent saw them."""
 

@@ -492,8 +492,8 @@ class Gate(Observer):
         self._norm_and_clip(metrics)
         self._update(step, metrics, trainer)
         self._reported(metrics)
-        if self.exact_state and metrics.skipped == expected["skipped"]:
-            self._next_scale(step, expected, trainer)
+        if self.exact_state:
+            self._next_scale(step, expected, metrics, trainer)
         weights = self._summary(trainer, gradients=False)
         agree, ranks = self._replicas_agree(self._local_summary)
         self._add("replicas_after", step, agree, "" if agree else f"ranks hold different weights: {ranks}", ranks=ranks)
@@ -543,11 +543,13 @@ class Gate(Observer):
             details.append(detail)
         self._add_by_rank("reported", metrics.step, details)
 
-    def _next_scale(self, step: int, expected: dict[str, Any], trainer: Trainer) -> None:
+    def _next_scale(self, step: int, expected: dict[str, Any], metrics: StepMetrics, trainer: Trainer) -> None:
         """The loss scale after the step; forced steps start from the baseline's, so its course shows only here."""
-        wanted = expected["next_scale"]
-        scales = self.world.gather(trainer.scaler.scale)
-        details = ["" if scale == wanted else f"next loss scale {scale:g}, the baseline's {wanted:g}" for scale in scales]
+        wanted, details = expected["next_scale"], []
+        # Gathered whatever this rank did: where ranks do not skip alike, they must still meet here.
+        for scale, skipped in self.world.gather((trainer.scaler.scale, metrics.skipped)):
+            right = scale == wanted or skipped != expected["skipped"]
+            details.append("" if right else f"next loss scale {scale:g}, the baseline's {wanted:g}")
         self._add_by_rank("next_scale", step, details)
 
     def _norm_and_clip(self, metrics: StepMetrics) -> None:

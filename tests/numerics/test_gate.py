@@ -36,8 +36,8 @@ from tests.gates import Gated, gated_each, gated_here, in_world, make_baseline
 from tests.numerics import spoilers
 
 STRATEGIES = ["ddp", "fsdp", "fsdp2"]
-GATE = Gate(steps=3, fp64_reference=False)
-NUM_STEPS = 5
+GATE = Gate(steps=2, fp64_reference=False)
+NUM_STEPS = 4
 """Two more than the gate's, to see that it left the run where it was."""
 
 ADAMW = AdamW(lr=1e-2, schedule=Schedule.cosine, warmup_steps=2, decay_1d=False)
@@ -94,12 +94,15 @@ def modelled(strategy: str, ranks: int, target: str, **kwargs: Any) -> Config:
 
 
 def matrix(ranks: int) -> dict[str, Config]:
-    """Legal configurations. What is not crossed is spread over the rest."""
+    """Legal configurations. What is not crossed is spread over the rest; from three ranks on every pair of strategy,
+    precision and accumulation is there once (a Latin square)."""
     cases: dict[str, Config] = {}
     optimizers = itertools.cycle([(ADAMW, 0.05), (NESTEROV, None), (ADAMW, None), (NESTEROV, 0.5)])
-    for strategy, (name, chosen), (micro, (k, synced)) in itertools.product(
-        STRATEGIES, PRECISIONS.items(), ACCUMULATIONS.items()
+    for index, (strategy, (name, chosen), (micro, (k, synced))) in enumerate(
+        itertools.product(STRATEGIES, PRECISIONS.items(), ACCUMULATIONS.items())
     ):
+        if ranks > 2 and sum(divmod(index // 3, 3), index) % 3:
+            continue
         optimizer, clip = next(optimizers)
         cases[f"{strategy} {name} {micro}"] = base(
             strategy,
@@ -203,8 +206,8 @@ def test_some_steps_were_forced() -> None:
     """Else the test above has seen nothing of it."""
     forced = [name for name, (gated, _) in runs(3).items() if any(mode == "forced" for _, mode in gated.modes)]
     assert len(forced) > len(runs(3)) / 2
-    skipped = {name for name, (gated, _) in runs(3).items() if any(m.skipped for m in gated.metrics)}
-    assert {f"{strategy} fp16 1" for strategy in STRATEGIES} <= skipped
+    skipped = [name for name, (gated, _) in runs(3).items() if any(m.skipped for m in gated.metrics)]
+    assert {name.split()[0] for name in skipped} == set(STRATEGIES)
 
 
 @pytest.mark.parametrize("name", matrix(3))
@@ -237,7 +240,7 @@ def test_one_rank_is_bitwise() -> None:
 
 @cache
 def four() -> dict[str, Gated]:
-    names = ["ddp fp32 3 synced", "fsdp bf16 3", "fsdp2 fp16 1", "fsdp tiny", "fsdp2 language", "ddp normed"]
+    names = ["fsdp-flat 3", "fsdp-no-shard 3 synced", "fsdp tiny", "fsdp2 language", "ddp normed", "fsdp2 bf16 autocast"]
     cases = {name: config for name, config in matrix(4).items() if name in names}
     return run_distributed(gated_each, 4, {n: (c, make_baseline(c, root())) for n, c in cases.items()})[0]
 
@@ -314,8 +317,8 @@ FAULTS: dict[str, tuple[Any, str, int, str]] = {
     "the same samples again": (spoilers.other_samples_later, "samples", 2, "plain"),
     "other loss": (spoilers.other_loss, "loss", 1, "plain"),
     "other count": (spoilers.other_count, "loss", 1, "plain"),
-    "loss reported wrong": (spoilers.loss_reported_wrong, "reported_loss", 1, "plain"),
-    "loss reported as NaN": (spoilers.loss_reported_as_nan, "reported_loss", 1, "plain"),
+    "loss reported wrong": (spoilers.loss_reported_wrong, "reported", 1, "plain"),
+    "loss reported as NaN": (spoilers.loss_reported_as_nan, "reported", 1, "plain"),
     "other weights": (spoilers.other_weights, "initial_weights", 1, "plain"),
     "other buffers": (spoilers.other_buffers, "initial_buffers", 1, "normed"),
     "another parameter": (spoilers.another_parameter, "structure", 1, "plain"),
