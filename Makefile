@@ -14,6 +14,7 @@ help:            ## this list
 setup: $(STAMP)  ## make .venv with pinned dependencies (skipped when up to date)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): minutes, most of them torch"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install $(PIP_FLAGS) --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@

@@ -133,9 +133,7 @@ def gated_each(world: World, cases: Mapping[str, Case]) -> dict[str, Gated]:
     return {name: gated(world, *case) for name, case in cases.items()}
 
 
-def explained(
-    world: World, config: Config, folder: Path, spoil: Spoiler | None
-) -> tuple[Verdict, Location, Diagnosis]:
+def explained(world: World, config: Config, folder: Path, spoil: Spoiler | None) -> tuple[Verdict, Location, Diagnosis]:
     """A run that fails, and what `locate` and `diagnose` make of it. A collective."""
     set_determinism(config, 1)
     trainer, _ = build_trainer(config, world)

@@ -39,7 +39,8 @@ def print_failure(path: Path, failure: dict[str, Any], ranks: list[tuple[int, in
     if failure["traceback"] is None or failure["user_error"]:
         print(f"distbench: {failure['message']}", flush=True)
     else:
-        print(f"rank {failure['rank']} on {failure['host']} failed:\n{failure['traceback'].rstrip()}", flush=True)
+        who = f"rank {failure['rank']}" if failure["rank"] >= 0 else "the baseline's process"
+        print(f"{who} on {failure['host']} failed:\n{failure['traceback'].rstrip()}", flush=True)
         if others := [str(rank) for rank, _ in ranks if rank != failure["rank"]]:
             print(f"ranks ended with it: {', '.join(others)}", flush=True)
     if not failure["user_error"]:

@@ -30,7 +30,11 @@ def explain(found: Diff) -> list[str]:
         said.append("A and B started from different weights.")
     if other_update := [key for key in config if key.startswith(UPDATE)]:
         said.append(f"They update their weights otherwise ({_some(other_update)}): steps after the first may differ.")
-    dtypes = [f"{s.key.removeprefix('dtypes.')} {s.a} and {s.b}" for s in found.settings if s.key.startswith("dtypes.")]
+    dtypes = [
+        f"{s.key.removeprefix('dtypes.')} {s.a} and {s.b}"
+        for s in found.settings
+        if s.key.startswith("dtypes.") and s.a is not None and s.b is not None  # a run that ended early knows none
+    ]
     if dtypes:
         said.append(f"They ran in other dtypes ({_some(dtypes)}): a difference of that size is the price of precision.")
     said += dict.fromkeys(text for part in found.gradients for text in part.replicas)

@@ -306,9 +306,7 @@ def test_gamma_is_below_highams() -> None:
         ("ddp", "fp32", 1, 1, False, 0),
     ],
 )
-def test_the_count(
-    strategy: str, precision: str, ranks: int, accumulation: int, synced: bool, expected: int
-) -> None:
+def test_the_count(strategy: str, precision: str, ranks: int, accumulation: int, synced: bool, expected: int) -> None:
     assert reduction_of(strategy, precision, ranks, accumulation, synced).num_roundings == expected
 
 

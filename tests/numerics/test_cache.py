@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from distbench import experiment
 from distbench.config import SGD, AdamW, BlockWrap, Config, Fault, Gate, LossScaler, NoWrap, Prefetch, Schedule
 from distbench.errors import BaselineError
 from distbench.launching.local import RanksFailed
@@ -25,7 +26,7 @@ from distbench.numerics import cache
 from distbench.numerics.baseline import Baseline
 from distbench.numerics.cache import GIB, BaselineEntry, ensure_baseline, key
 from distbench.preflight import preset
-from distbench.runs.folder import RunFolder
+from distbench.runs.folder import RunFolder, Status, read_record
 from tests.configs import STRATEGIES, custom, small
 from tests.gates import in_world
 
@@ -154,11 +155,12 @@ def test_ranks_and_threads_change_the_key(tmp_path: Path) -> None:
 
 
 def test_strategies_share_a_baseline(tmp_path: Path) -> None:
-    """What a sweep of strategies counts on."""
+    """What a sweep of strategies counts on, as long as there are no buffers that only DDP sends around."""
     for name in ("fp32", "bf16", "fp16"):
         chosen = [strategy for short, strategy in STRATEGIES.items() if short != "single"]
-        keys = {key(config_of(tmp_path, strategy=s, precision=preset(name)), None, 2) for s in chosen}
-        assert len(keys) == 1
+        configs = [config_of(tmp_path, strategy=s, precision=preset(name)) for s in chosen]
+        assert len({key(config, nn.Linear(2, 2), 2) for config in configs}) == 1
+        assert len({key(config, nn.BatchNorm1d(2), 2) for config in configs}) == 2
 
 
 def test_steps_matter_where_a_scaler_may_skip_some(tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ def test_the_users_source_is_part_of_the_key(tmp_path: Path, monkeypatch: pytest
     config = in_world(custom("Plain", "ddp", output_dir=str(tmp_path)), 2)
     config.model._target_ = "mine.model.Model"
     before = key(config, model, 2)
-    assert key(config, None, 2) == before, "without a model the target's module stands for it"
+    assert cache._code(config, None) == cache._code(config, model), "without a model its target's module stands for it"
     (package / "layers.py").write_text("WIDTH = 6  # another initialisation, say\n")
     changed = key(config, model, 2)
     assert changed != before
@@ -386,9 +388,7 @@ def test_the_least_recently_used_go_first(
     assert entries(tmp_path) == [newest], "the one in use stays whatever the limit"
 
 
-def test_an_entry_that_another_run_uses_is_not_removed(
-    tmp_path: Path, run: RunFolder, in_process: list[Path]
-) -> None:
+def test_an_entry_that_another_run_uses_is_not_removed(tmp_path: Path, run: RunFolder, in_process: list[Path]) -> None:
     """Its ranks read it long after it was found."""
     used = Path(ensure(config_of(tmp_path), run).path)
     other = config_of(tmp_path, clip_norm=2.0)
@@ -421,3 +421,14 @@ def test_eviction_bears_entries_that_vanish(
     monkeypatch.setattr(Path, "iterdir", listing)
     monkeypatch.setattr(Path, "is_dir", lambda self, real=Path.is_dir: self == gone or real(self))
     cache._evict(root, 0.0, keep="nothing")
+
+
+def test_a_run_whose_baseline_fails_says_so_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = in_world(custom("Raises", "ddp", output_dir=str(tmp_path), gate=Gate(steps=1), name="fails"), 2)
+    folder = RunFolder.create(tmp_path / "fails")
+    outcome = experiment.run(config, folder)
+    assert (outcome.status, outcome.exit_code) == (Status.crashed, 4)
+    assert read_record(folder.path)["reason"] == "the baseline: ArithmeticError: the user's own mistake"
+    printed = "".join(capfd.readouterr())
+    assert printed.count("Traceback (most recent call last)") == 1
+    assert printed.count("ArithmeticError: the user's own mistake") <= 2, "in the traceback, and as the reason"

@@ -27,7 +27,9 @@ def gradient(name: str, alpha: float | None = 1.0, cosine: float | None = 1.0, *
     return replace(row, **changes)
 
 
-def verdict_of(*rows: GradientCheck, check: Check | None = None, fine: int = 0, also: list[Check] | None = None) -> Verdict:
+def verdict_of(
+    *rows: GradientCheck, check: Check | None = None, fine: int = 0, also: list[Check] | None = None
+) -> Verdict:
     """`fine`: parameters that agree."""
     good = [gradient(f"good.{i}", tier="bitwise", relative_l2=0.0, violations=0) for i in range(fine)]
     step = rows[0].step if rows else 1

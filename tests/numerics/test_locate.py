@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -103,7 +105,9 @@ FAULTS = {
 
 @cache
 def found() -> list[dict[str, tuple[Verdict, Location, Diagnosis]]]:
-    root = Path(tempfile.mkdtemp())
+    folder = tempfile.mkdtemp(prefix="distbench-baselines-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    root = Path(folder)
     cases: dict[str, Any] = {}
     for strategy in STRATEGIES:
         config = config_of(strategy, 2)
