@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,12 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
         return _refused(ConfigError(hydra_edge.explain(error)), path, hydra.mode)
     except DistbenchError as error:
         return _refused(error, path, hydra.mode)
+    except OSError:
+        raise  # a disk that is full is full for the next cell, too
+    except Exception as error:
+        traceback.print_exc()
+        _exit_codes.append(ExitCode.CRASHED)
+        return {"status": Status.crashed.value, "reason": f"{type(error).__name__}: {error}"}
     _exit_codes.append(outcome.exit_code)
     if outcome.status is Status.interrupted:
         raise KeyboardInterrupt  # the user stopped the sweep, not this cell

@@ -156,14 +156,21 @@ class OutOfMemory(Plain):
 
 
 class Waits(Plain):
-    """Says on every rank that it has started, in `folder`, and then takes very long."""
+    """Says in `folder`, on every rank, that it has started, then takes very long, and says if SIGTERM has ended it."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
-        self.folder = folder
+        self.folder = Path(folder)
 
     def forward(self, x: Tensor) -> Tensor:
-        Path(self.folder, f"pid{os.environ.get('RANK', 0)}").write_text(str(os.getpid()))
+        rank = os.environ.get("RANK", 0)
+
+        def end(number: int, frame: object) -> None:
+            (self.folder / f"ended{rank}").touch()
+            os._exit(1)
+
+        signal.signal(signal.SIGTERM, end)
+        (self.folder / f"started{rank}").touch()
         time.sleep(600)
         return super().forward(x)
 

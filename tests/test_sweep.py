@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.types import RunMode
+from omegaconf import OmegaConf
 
-from distbench import sweep
-from distbench.config import SizeWrap
+from distbench import experiment, sweep
+from distbench.config import Config, SizeWrap
 from distbench.errors import ConfigError, ExitCode
+from distbench.runs.folder import RunFolder
 from distbench.sweep import _claim, _refused, exit_code, read_duplicate
 from tests.configs import small
 
@@ -58,3 +61,19 @@ def test_a_refused_run_leaves_nothing_and_a_refused_cell_its_row(
     assert capsys.readouterr().err == "distbench: steps=0 is too small\n"
     assert exit_code() == ExitCode.USAGE
     assert folder.exists() is left
+
+
+def test_an_error_of_our_own_stops_one_cell_and_not_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(config: Config, folder: RunFolder) -> None:
+        raise LookupError("a defect")
+
+    runtime = SimpleNamespace(output_dir=str(tmp_path / "000"))
+    hydra = SimpleNamespace(runtime=runtime, mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir=str(tmp_path)))
+    monkeypatch.setattr(sweep.HydraConfig, "get", lambda: hydra)
+    monkeypatch.setattr(sweep, "typed", lambda cfg: small("ddp", steps=3))
+    monkeypatch.setattr(experiment, "run", broken)
+    status = sweep.run_cell(OmegaConf.create())
+    assert status == {"status": "crashed", "reason": "LookupError: a defect"}
+    assert "LookupError: a defect" in capsys.readouterr().err and exit_code() == ExitCode.CRASHED

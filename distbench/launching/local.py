@@ -47,17 +47,27 @@ def warm_up() -> None:
 
 
 def check_port(config: Config) -> None:
-    """Refuse a `launch.master_port` that is taken, before anything starts."""
-    port = config.launch.master_port
+    """Refuse a `launch.master_addr` that is not this machine's, and a `master_port` that is taken, before anything
+    starts."""
+    address, port = config.launch.master_addr, config.launch.master_port
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            raise ConfigError(
+                f"launch.master_addr={address} is not an address of this machine: {error.strerror}; ranks meet on "
+                "launch.master_addr=127.0.0.1"
+            ) from error
     if port == AUTO:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((config.launch.master_addr, port))
+            probe.bind((address, port))
         except OSError as error:
             raise ConfigError(
-                f"launch.master_port={port} cannot be used on {config.launch.master_addr}: {error.strerror}; "
+                f"launch.master_port={port} cannot be used on {address}: {error.strerror}; "
                 "use launch.master_port=auto or a free port"
             ) from error
 

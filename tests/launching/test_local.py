@@ -24,9 +24,16 @@ def test_a_taken_port_is_refused() -> None:
     check_port(config)
 
 
-def test_an_address_that_is_not_this_machines_is_refused() -> None:
-    config = replace(small(), launch=LocalLaunch(master_addr="192.0.2.1", master_port=29500))
-    with pytest.raises(ConfigError, match=r"cannot be used on 192\.0\.2\.1: Cannot assign requested address"):
+@pytest.mark.parametrize(
+    ("address", "why"), [("192.0.2.1", "Cannot assign requested address"), ("no.such.host.invalid", "[Nn]ame")]
+)
+@pytest.mark.parametrize("port", ["auto", 29500])
+def test_an_address_that_is_not_this_machines_is_refused(address: str, why: str, port: str | int) -> None:
+    config = replace(small(), launch=LocalLaunch(master_addr=address, master_port=port))
+    message = (
+        rf"launch\.master_addr={address} is not an address of this machine: .*{why}.*; ranks meet on launch\.master_"
+    )
+    with pytest.raises(ConfigError, match=message):
         check_port(config)
 
 

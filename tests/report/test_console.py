@@ -107,6 +107,7 @@ FAILURE = {
     ("changes", "expected"),
     [
         ({}, "rank 1 on node7 failed:\nTraceback:\n  user.py\nValueError: m\nranks ended with it: 0\nlogs: "),
+        ({"rank": -1}, "the baseline's process on node7 failed:\nTraceback:\n"),
         ({"user_error": True}, "distbench: m\n"),
         ({"traceback": None, "message": "rank 1 died"}, "distbench: rank 1 died\nlogs: "),
     ],
