@@ -75,6 +75,23 @@ class EpochNotSet(CatalogueFault):
         trainer.batches.source = RemappedSource(trainer.batches.source, lambda wanted: wanted % epoch)
 
 
+class StepCounterAhead(CatalogueFault):
+    """A resume restores the step counter, and nothing that belongs to it.
+
+    The run goes on as if its first steps were done. Any strategy.
+    """
+
+    checks = ("coverage", "samples", "loss")
+    diagnosis = ("later_steps",)
+
+    def __init__(self, steps: int = 3) -> None:
+        """`steps`: optimizer steps that the counter says are done."""
+        self.steps = steps
+
+    def install(self, trainer: Trainer) -> None:
+        trainer.step = self.steps
+
+
 class ResumeWithoutSampler(CatalogueFault):
     """A resume loses the sampler's position: training starts again at the first sample.
 

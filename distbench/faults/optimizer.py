@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distbench.faults.base import around
 from distbench.faults.catalogue import SHARDED, CatalogueFault
@@ -107,6 +107,38 @@ class SteppedTwice(CatalogueFault):
             original(*args)
 
         around(trainer.optimizer, "step", step)
+
+
+class UnusedDecayed(CatalogueFault):
+    """Parameters that forward never uses get a gradient of zeros instead of none, and weight decay shrinks them.
+
+    Gradients are equal by value, so nothing but the weights shows it. Needs a model with unused parameters. FSDP1 does the
+    same by design.
+    """
+
+    strategies = ("ddp", "fsdp2")
+    why_not = "FSDP1 itself gives unused parameters a gradient of zeros"
+    overrides = (
+        "model=custom",
+        "model._target_=distbench.faults.models.Mixed",
+        "model.block_classes=[Linear]",
+        "model.input_shape=[13]",
+        "model.target_shape=[13]",
+        "+model.kwargs={frozen: false}",
+    )
+    overrides_on: ClassVar = {"ddp": ("strategy.find_unused_parameters=true",)}
+    checks = ("unused_weights",)
+    location = ("spare.weight", "spare.bias")
+    diagnosis = ("optimizer",)
+
+    def install(self, trainer: Trainer) -> None:
+        def gradients(original: Callable[[nn.Module], list[Tensor]], module: nn.Module) -> list[Tensor]:
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            return original(module)
+
+        around(trainer.strategy, "gradients", gradients)
 
 
 class OneRankSkips(CatalogueFault):

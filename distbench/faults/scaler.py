@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -24,7 +25,11 @@ class InfVerdictLocal(CatalogueFault):
     strategies = SHARDED
     why_not = "under DDP every rank holds all gradients and reaches the same verdict"
     precisions = ("fp16",)
-    overrides = ("precision.scaler.init_scale=280000", "clip_norm=null", "steps=8")
+    overrides = ("clip_norm=null", "steps=8")
+    overrides_on: ClassVar = {
+        "2": ("precision.scaler.init_scale=260000",),
+        "4": ("precision.scaler.init_scale=210000",),
+    }
     checks = ("norm", "update", "skipped")
     diagnosis = ("optimizer", "clipping")
 

@@ -79,6 +79,8 @@ def _cause(
         return "before_communication", f"precision: {check.detail}"
     if check.name in ("norm", "clip"):
         return "clipping", f"{check.detail}; clipped by a norm that is not the global gradient's"
+    if check.name == "coverage":
+        return "later_steps", f"the run did not start at its first step: {check.detail}"
     if check.name in ("scale", "next_scale"):
         return ("later_steps" if later else "scale"), f"loss scaler: {check.detail}"
     if check.name == "representable":

@@ -593,6 +593,14 @@ class Gate(Observer):
             if not self.exact_state and not forced:
                 forced = True
                 self._forced_steps(trainer, range(trainer.step + 1, self.num_steps + 1))
+        self._coverage()
+
+    def _coverage(self) -> None:
+        """Every step was held against the baseline: a run that starts elsewhere has passed nothing."""
+        compared = {check.step for check in self.checks if check.name == "gradients"}
+        left_out = [step for step in range(1, self.num_steps + 1) if step not in compared]
+        detail = f"steps {left_out} were never run: the step counter did not start at 0" if left_out else ""
+        self._add("coverage", left_out[0] if left_out else self.num_steps, not left_out, detail)
 
     def _forced_steps(self, trainer: Trainer, steps: range) -> None:
         """Run steps each from the baseline's own state; the trainer is left as it was."""

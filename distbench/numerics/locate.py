@@ -32,6 +32,7 @@ FOUND_AFTER = (
     "plain_sgd",
     "reported",
     "next_scale",
+    "coverage",
     "norm",
     "clip",
     "update",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+
+import pytest
+
 from distbench.config import world_size
 from distbench.faults.clean import draw, grid
-from distbench.faults.trial import compose_config, overrides_of
+from distbench.faults.trial import compose_config, overrides_of, run_trial
 
 
 def test_an_index_draws_the_same_whatever_was_drawn_before() -> None:
@@ -41,3 +46,12 @@ def test_the_grid_has_each_combination_once() -> None:
     assert len(cells) == 2 * 1 * 2 * 2
     assert len({tuple(cell) for cell in cells}) == len(cells)
     assert world_size(compose_config(overrides_of(cells[-1]))) == 4
+
+
+@pytest.mark.parametrize("index", random.Random(0).sample(range(300), 4))
+def test_a_sample_of_drawn_configurations_passes(index: int, tmp_path: Path) -> None:
+    """`benchmarks/clean_matrix.py` runs all of them (docs/clean-matrix.md)."""
+    trial = run_trial(draw(0, index), tmp_path, "run")
+    assert trial.status == "passed", f"{trial.gate.get('text', trial.reason)}\n{trial.command}"
+    ranks = int(next(o for o in trial.overrides if o.startswith("launch.nproc=")).partition("=")[2])
+    assert trial.gate["tier"] == "bitwise" if ranks <= 2 else trial.gate["tier"] in ("bitwise", "bound")
