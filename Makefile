@@ -23,7 +23,7 @@ demo: setup      ## the main job: strategies x precisions on CPU, two ranks, und
 	$(BIN)/python -m distbench +recipes=ddp_vs_fsdp
 
 test: setup      ## lint, types and the test suite
-	$(BIN)/ruff check .
+	$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest
 

@@ -17,7 +17,9 @@ MODEL = ["model.hidden_dim=256", "model.seq_len=64", "global_batch=16", "steps=6
 
 
 def main() -> None:
-    print(f"\nthe gate on a run with a cached baseline, median of {REPEATS} interleaved pairs    target: 2 steps + 0.3 s")
+    print(
+        f"\nthe gate on a run with a cached baseline, median of {REPEATS} interleaved pairs    target: 2 steps + 0.3 s"
+    )
     for strategy in ("ddp", "fsdp2"):
         with tempfile.TemporaryDirectory() as temporary:
             root = Path(temporary)
@@ -41,7 +43,9 @@ def main() -> None:
                 steps.append(record["result"]["step_seconds_median"])
             step = statistics.median(steps)
             extra = statistics.median(seconds["default"]) - statistics.median(seconds["off"])
-            print(f"  {strategy:<6} step {step * 1e3:6.1f} ms   gate adds {extra:5.2f} s   allowed {2 * step + 0.3:5.2f} s")
+            print(
+                f"  {strategy:<6} step {step * 1e3:6.1f} ms   gate adds {extra:5.2f} s   allowed {2 * step + 0.3:5.2f} s"
+            )
 
 
 if __name__ == "__main__":

@@ -11,11 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 
-CELLS = 8
-HAND_WRITTEN = '''
+CELLS = (2, 10)
+REPEATS = 3
+HAND_WRITTEN = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
@@ -26,49 +26,54 @@ for _ in range(4):
     model(torch.randn(4, 32, 64)).square().mean().backward()
     optimizer.step()
 dist.destroy_process_group()
-'''
+"""
 
 
-def run_seconds(folder: Path) -> tuple[list[float], list[float]]:
-    """(wall time between the ends of consecutive runs, their own step times), after the first run."""
-    records = sorted(folder.glob("*/*/record.json"))
-    ends = [file.stat().st_mtime for file in records]
-    own = []
-    for file in records:
-        rows = [json.loads(line) for line in (file.parent / "metrics.jsonl").read_text().splitlines()]
-        own.append(sum(row["step_seconds"] for row in rows))
-    return [b - a for a, b in pairwise(ends)], own[1:]
+def sweep_seconds(gate: str, cells: int, root: Path) -> tuple[float, float]:
+    """(wall time of the whole command, the time its runs spent in their steps), of a sweep over `cells` data seeds."""
+    folder = root / f"{gate}_{cells}"
+    start = time.perf_counter()
+    subprocess.run(
+        [
+            sys.executable, "-m", "distbench", "-m", "strategy=ddp", "steps=4", f"gate={gate}",
+            "gate.fp64_reference=false", "checkpoint=off", f"seed.data=range({cells})", f"output_dir={folder}",
+        ],
+        cwd=root, check=True, capture_output=True,
+    )  # fmt: skip
+    wall = time.perf_counter() - start
+    rows = [json.loads(line) for file in folder.glob("*/*/metrics.jsonl") for line in file.read_text().splitlines()]
+    return wall, sum(row["step_seconds"] for row in rows)
+
+
+def overhead(gate: str, root: Path) -> float:
+    """Seconds that one more run adds to a sweep beyond its own steps: everything the command does for it is in it."""
+    (short, short_steps), (long, long_steps) = (sweep_seconds(gate, cells, root) for cells in CELLS)
+    return (long - long_steps - short + short_steps) / (CELLS[1] - CELLS[0])
 
 
 def main() -> None:
-    seeds = ",".join(str(seed) for seed in range(CELLS))
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
-        for gate in ("off", "default"):
-            subprocess.run(
-                [
-                    sys.executable, "-m", "distbench", "-m", "strategy=ddp", "steps=4", f"gate={gate}",
-                    "gate.fp64_reference=false", "checkpoint=off", f"seed.data={seeds}", f"output_dir={root / gate}",
-                ],
-                cwd=root, check=True, capture_output=True,
-            )  # fmt: skip
         (root / "by_hand.py").write_text(HAND_WRITTEN)
         torchrun = []
-        for _ in range(3):
+        seconds: dict[str, list[float]] = {"off": [], "default": []}
+        for repeat in range(REPEATS):
             start = time.perf_counter()
             subprocess.run(
                 [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "by_hand.py"],
                 cwd=root, check=True, capture_output=True,
             )  # fmt: skip
             torchrun.append(time.perf_counter() - start)
-        by_hand = statistics.median(torchrun)
-        print(f"\na sweep's overhead, median of {CELLS - 1} runs of two ranks")
-        print("  targets: at most 0.8 s, at least 6x less than torchrun")
-        print(f"  one torchrun of a loop by hand            {by_hand:6.2f} s")
-        for gate, label in (("off", "ungated run, beyond its steps"), ("default", "gated run, baseline computed each time")):
-            gaps, own = run_seconds(root / gate)
-            overhead = statistics.median(gap - steps for gap, steps in zip(gaps, own, strict=True))
-            print(f"  {label:<41} {overhead:6.2f} s   {by_hand / overhead:5.1f}x less")
+            for gate, values in seconds.items():
+                (root / str(repeat)).mkdir(exist_ok=True)
+                values.append(overhead(gate, root / str(repeat)))
+    by_hand = statistics.median(torchrun)
+    print(f"\nwhat one more run of two ranks adds to a sweep beyond its own steps, median of {REPEATS}")
+    print("  targets: at most 0.8 s, at least 6x less than torchrun")
+    print(f"  one torchrun of a loop by hand            {by_hand:6.2f} s")
+    for gate, label in (("off", "ungated run"), ("default", "gated run, baseline computed each time")):
+        added = statistics.median(seconds[gate])
+        print(f"  {label:<41} {added:6.2f} s   {by_hand / added:5.1f}x less")
 
 
 if __name__ == "__main__":

@@ -138,10 +138,11 @@ def _compose_and_run(argv: list[str]) -> int:
 
     from distbench import sweep
     from distbench.config import register_schemas
-    from distbench.hydra_edge import conf_dir, explain, register_resolvers
+    from distbench.hydra_edge import conf_dir, explain, register_resolvers, skip_mode_lookup
 
     register_schemas()
     register_resolvers()
+    skip_mode_lookup(argv)
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them and exiting with 1
     sys.argv = [sys.argv[0], *_flags_first(argv)]

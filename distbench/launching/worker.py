@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from distbench.config import from_container
+from distbench.config import Config
 from distbench.experiment import run_rank
 from distbench.launching.failure import write_rank_failure
 from distbench.numerics.cache import BaselineEntry
@@ -22,7 +22,7 @@ from distbench.runs.folder import RunFolder
 
 
 @record
-def run_rank_process(tree: dict[str, Any], path: str, baseline: BaselineEntry | None) -> None:
+def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) -> None:
     """Entry point that the elastic agent starts. Returns None; what is to be known is in the run folder."""
     # Ctrl-C reaches the whole foreground group: the parent decides what it means and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -31,7 +31,7 @@ def run_rank_process(tree: dict[str, Any], path: str, baseline: BaselineEntry | 
     console = redirect_output(folder, f"rank{rank}")
     faulthandler.enable()  # a crash in native code leaves the Python stack in the rank's log
     try:
-        run_rank(from_container(tree), folder, console=console, baseline=baseline)
+        run_rank(config, folder, console=console, baseline=baseline)
     except BaseException as error:
         write_rank_failure(folder, rank, error)
         raise

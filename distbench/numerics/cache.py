@@ -7,6 +7,7 @@ SHA-256; an entry that does not match is rebuilt. Old entries go when the cache 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import inspect
 import json
@@ -155,7 +156,7 @@ def _code(config: Config, model: nn.Module | None) -> str:
     classes: list[Any] = [type(module) for module in model.modules()] if model is not None else []
     if isinstance(config.model, CustomModel):
         classes.append(sys.modules.get(config.model._target_.rpartition(".")[0]))
-    for found in classes:
+    for found in dict.fromkeys(classes):
         try:
             source = inspect.getsourcefile(found) if found is not None else None
         except (TypeError, OSError):
@@ -178,9 +179,15 @@ def _neighbours(source: Path) -> set[Path]:
         return found  # an installed package changes with its version; its whole source would be much to read
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
-        if name and name.endswith(".py") and "site-packages" not in name and Path(name).resolve().is_relative_to(root):
-            found.add(Path(name).resolve())
+        if name and name.endswith(".py") and "site-packages" not in name and _resolved(name).is_relative_to(root):
+            found.add(_resolved(name))
     return {file for file in found if file.is_file()}
+
+
+@functools.cache
+def _resolved(name: str) -> Path:
+    """A module's file; there are more than a thousand to ask for each run of a sweep."""
+    return Path(name).resolve()
 
 
 # --- integrity

@@ -94,7 +94,10 @@ def _cause(
     if check.name == "loss":
         return _loss_cause(check, location, later)
     if check.name == "replicas":
-        return "missing_sync", f"gradients are not reduced over all ranks: {_names(failed, location) or check.parameter}"
+        return (
+            "missing_sync",
+            f"gradients are not reduced over all ranks: {_names(failed, location) or check.parameter}",
+        )
     if check.name in ("gradients", "none_gradients"):
         return _gradient_cause(check, failed, verdict, location, config, later)
     return "unknown", "unknown"

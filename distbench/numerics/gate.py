@@ -211,7 +211,9 @@ class Gate(Observer):
         detail = f"{len(different)} of {len(expected)} parameters differ, first {different[0]}" if different else ""
         if not agree:
             detail = f"ranks hold different weights: {ranks}"
-        self._add("initial_weights", 1, not different and agree, detail, ranks=ranks, parameter=next(iter(different), None))
+        self._add(
+            "initial_weights", 1, not different and agree, detail, ranks=ranks, parameter=next(iter(different), None)
+        )
         self._add("initial_buffers", 1, not buffers, _listed(buffers), ranks=sorted({rank for rank, _ in buffers}))
         self.exact_state = not different and agree and not buffers
 

@@ -38,7 +38,8 @@ class DDP(Strategy):
             gradient_as_bucket_view=options.gradient_as_bucket_view,
             static_graph=options.static_graph,
             find_unused_parameters=options.find_unused_parameters,
-            broadcast_buffers=options.broadcast_buffers,
+            # Named only where it is not the default: naming it at all is deprecated since torch 2.13.
+            **({} if options.broadcast_buffers else {"broadcast_buffers": False}),
         )
         self._reduce_dtype = policy.param_dtype
         if policy.reduce_dtype != policy.param_dtype:
