@@ -148,6 +148,9 @@ def _compose_and_run(argv: list[str]) -> int:
     sys.argv = [sys.argv[0], *_flags_first(argv)]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")(sweep.run_cell)()
+    except KeyboardInterrupt:
+        sweep.report_interrupted()
+        raise
     except (HydraException, OmegaConfBaseException) as error:
         if wants_traceback:
             raise

@@ -171,7 +171,8 @@ class SizeWrap:
     """Wrap every submodule that still holds at least `min_num_params` unwrapped parameters."""
 
     name: str = "size"
-    min_num_params: int = 1_000_000
+    min_num_params: float = 1e6
+    """A float, so that 1e6 can be written."""
 
 
 @dataclass
@@ -731,7 +732,7 @@ def _validate_wrapping(config: Config) -> None:
         return
     policy = config.wrap_policy
     if policy.name == "size":
-        _positive("wrap_policy.min_num_params", policy.min_num_params)
+        _positive("wrap_policy.min_num_params", int(policy.min_num_params))
     if policy.name == "pattern":
         if not policy.patterns:
             raise ConfigError(r"wrap_policy=pattern needs wrap_policy.patterns, such as ['layers\.\d+']")

@@ -92,11 +92,32 @@ def explain(error: Exception) -> str:
     text = re.sub(r"\n\t(\S+)", r" \1", text)  # options one a line, after a tab
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     kept = [line for line in lines if not line.lstrip().startswith(("full_key:", "object_type=", "reference_type="))]
-    message = "\n".join(kept)
+    message = _wrong_value("\n".join(kept))
     if hint := _hint(message):
         # Hydra proposes to append the unknown key, which the typed schema would refuse as well.
         kept = [line for line in kept if not line.startswith("To append to your config use")]
         message = "\n".join([*kept, hint])
+    return message
+
+
+KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+"""OmegaConf's names of types, as one would say them."""
+
+WRONG_VALUES = (
+    (r"could not be converted to (Integer|Float)", lambda found: f"is not {KINDS[found[1]]}"),
+    (r"is not a valid (bool)", lambda found: f"is not {KINDS[found[1]]}"),
+    (r"expected one of \[(.*)\]", lambda found: f"is not one of {found[1]}"),
+    (r"incompatible with type hint '(?:Union|Optional)\[(.*)\]'", lambda found: f"is none of {found[1]}"),
+    (r"is not Optional", lambda _: "is not a value it can have"),
+)
+
+
+def _wrong_value(message: str) -> str:
+    """Say what a value should have been, where OmegaConf names its own types."""
+    if override := re.match(r"Error merging override (\S.*)\n", message):
+        for pattern, say in WRONG_VALUES:
+            if found := re.search(pattern, message):
+                return f"{override[1]} {say(found)}"
     return message
 
 

@@ -123,7 +123,7 @@ def _check_units(config: Config, model: nn.Module) -> list[str]:
         _check_uniform(model, names)
     if not names and config.wrap_policy.name == "size":
         return [
-            f"wrap_policy=size: no module holds {config.wrap_policy.min_num_params:,} parameters, so the whole model "
+            f"wrap_policy=size: no module holds {config.wrap_policy.min_num_params:,.0f} parameters, so the whole model "
             f"({sum(p.numel() for p in model.parameters()):,}) is one unit; "
             "lower wrap_policy.min_num_params to split it"
         ]

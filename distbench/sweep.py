@@ -24,6 +24,8 @@ from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status
 
 _exit_codes: list[int] = []
+_unfinished: list[Path] = []
+"""The sweep that is under way in this process, if one is."""
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
@@ -31,6 +33,15 @@ BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 def exit_code() -> int:
     """Of everything run so far in this process: the first failure's exit code, else 0."""
     return next((code for code in _exit_codes if code), ExitCode.OK)
+
+
+def report_interrupted() -> None:
+    """The table of a sweep that was stopped on its way, as far as it came."""
+    from distbench.report.console import print_sweep
+
+    for folder in _unfinished:
+        if folder.exists():
+            print_sweep(folder)
 
 
 def run_cell(cfg: DictConfig) -> dict[str, Any]:
@@ -49,7 +60,12 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
             write_json(path / "duplicate_of.json", {"duplicate_of": twin})
             print(f"    the same effective experiment as {twin}: not run again", flush=True)
             return {"status": "duplicate", "duplicate_of": twin}
-        outcome = run(config, RunFolder.create(path))
+        folder = RunFolder.create(path)
+        try:
+            outcome = run(config, folder)
+        except KeyboardInterrupt:  # before there was a record to say so
+            folder.discard_unused()
+            raise
     except OmegaConfBaseException as error:
         return _refused(ConfigError(hydra_edge.explain(error)), path, hydra.mode)
     except DistbenchError as error:
@@ -147,6 +163,7 @@ class SweepCallback(Callback):
         for cell in cells:
             _refuse(composed.load_sweep_config(config, list(cell)), where=f"in {' '.join(cell)}: ")
         loader.load_sweep_config = composed.load_sweep_config
+        _unfinished.append(Path(config.hydra.sweep.dir))
         print(f"sweep of {len(cells)} cells in {config.hydra.sweep.dir}", flush=True)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -157,6 +174,7 @@ class SweepCallback(Callback):
         from distbench.report.console import print_sweep
 
         print_sweep(Path(config.hydra.sweep.dir))
+        _unfinished.clear()
 
 
 class ComposedCells:

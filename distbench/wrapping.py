@@ -40,7 +40,7 @@ def unit_names(
     if isinstance(policy, NoWrap):
         return []
     if isinstance(policy, SizeWrap):
-        names = _by_size(model, policy.min_num_params)
+        names = _by_size(model, int(policy.min_num_params))
         if not names:
             # torch's policy, too, leaves a small model in one piece: legal, and the record's unit list shows it.
             return []

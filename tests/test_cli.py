@@ -52,7 +52,14 @@ def test_help_lists_every_group_without_torch(tmp_path: Path) -> None:
 REFUSED = [
     (["stepz=3"], "Key 'stepz' not in 'Config'\nDid you mean steps?"),
     (["strategy=fdsp"], "Available options in 'strategy': ddp fsdp fsdp2 single\nDid you mean strategy=fsdp?"),
-    (["steps=abc"], "Error merging override steps=abc\nValue 'abc' of type 'str' could not be converted to Integer"),
+    (["steps=abc"], "steps=abc is not a whole number"),
+    (["deterministic=perhaps"], "deterministic=perhaps is not true or false"),
+    (["device=tpu"], "device=tpu is not one of auto, cpu, cuda"),
+    (["model.hidden_dim=null"], "model.hidden_dim=null is not a value it can have"),
+    (
+        ["strategy=fsdp2", "strategy.reshard_after_forward=maybe"],
+        "strategy.reshard_after_forward=maybe is none of bool, int",
+    ),
     (["model.hidden_dim=0"], "model.hidden_dim=0 is too small; it must be at least 1"),
     (["global_batch=7"], "global_batch=7 does not divide into 2 ranks x accumulation=1; use a multiple of 2"),
     (["launch.nproc=abc"], "launch.nproc='abc' must be a number of ranks or auto"),
@@ -135,7 +142,7 @@ def test_two_sweeps_at_once(tmp_path: Path) -> None:
     words = ["-m", "strategy=single,ddp", *SMALL]
     ended = [command.finish() for command in [start(*words, cwd=tmp_path), start(*words, cwd=tmp_path)]]
     assert [one.code for one in ended] == [OK, OK], [one.said for one in ended]
-    assert all("2 of 2 cells passed" in one.out for one in ended)
+    assert all("2 of 2 runs passed" in one.out for one in ended)
     runs = ended[0].runs
     assert len(runs) == 4 and len({run.parent for run in runs}) == 2
     assert {json.loads((run / "record.json").read_text())["status"] for run in runs} == {"passed"}
@@ -182,7 +189,10 @@ def test_a_sweep_runs_the_same_experiment_once(tmp_path: Path) -> None:
     assert twins == [first.name] * 5
     assert not any(read_duplicate(cell) for cell in cells if "strategy=fsdp" in cell.name)
     assert ended.out.count(f"the same effective experiment as {first.name}: not run again") == 5
-    assert ended.out.count("same as 000") == 5 and "7 of 12 cells passed" in ended.out
+    assert (
+        ended.out.count("same as 000") == 5
+        and "7 of 7 runs passed; 5 more cells are the same experiment as one of them" in ended.out
+    )
 
 
 FAILING = {
@@ -224,7 +234,7 @@ def test_a_failed_run_says_what_became_of_it(failing: Finished, name: str) -> No
 
 def test_a_failing_cell_does_not_stop_the_sweep(failing: Finished) -> None:
     assert failing.code == CRASHED, failing.said
-    assert "1 of 6 cells passed" in failing.out
+    assert "1 of 6 runs passed" in failing.out
     assert failing.err == "", "the launcher's own log lines are no help"
 
 

@@ -76,5 +76,5 @@ def test_a_recipe_runs(installed: Path, tmp_path: Path) -> None:
     words = ["strategy=single,fsdp", "precision=fp32", "steps=2", "gate=off", "model.hidden_dim=8", "model.seq_len=8"]
     ended = run(installed / "python", "-m", "distbench", "+recipes=ddp_vs_fsdp", *words, cwd=tmp_path)
     assert ended.code == 0, ended.said
-    assert "2 of 2 cells passed" in ended.out
+    assert "2 of 2 runs passed" in ended.out
     assert {run.parent.name.split("_", 2)[2] for run in ended.runs} == {"ddp_vs_fsdp_sweep"}

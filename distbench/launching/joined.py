@@ -71,9 +71,11 @@ def follow() -> int:
 def _be_rank(config: Config, folder: RunFolder, store: dist.Store, baseline: BaselineEntry | None) -> int:
     import torch.distributed as dist
 
+    from distbench.errors import StaleBaseline
     from distbench.experiment import run_rank
     from distbench.launching.failure import write_rank_failure
     from distbench.launching.worker import redirect_output
+    from distbench.numerics.cache import discard
 
     rank = int(os.environ["RANK"])
     console = redirect_output(folder, f"rank{rank}")
@@ -81,6 +83,9 @@ def _be_rank(config: Config, folder: RunFolder, store: dist.Store, baseline: Bas
         run_rank(config, folder, console=console, baseline=baseline, store=dist.PrefixStore("distbench/group", store))
         sys.stdout = console  # what is said about the finished run is for the console again
     except Exception as error:
+        if isinstance(error, StaleBaseline) and baseline is not None:
+            discard(baseline.path)
+            error.args = (f"{error}; it is discarded now: start the run again",)
         failure = write_rank_failure(folder, rank, error)
         if store.add(FAILED, 1) == 1:  # the first to fail speaks, once for all
             from distbench.experiment import record_failure

@@ -94,8 +94,17 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
     _silence("torch.distributed.elastic", "torch.multiprocessing")
     address = config.launch.master_addr
     port = 0 if config.launch.master_port == AUTO else config.launch.master_port
-    # The agent's own store shares this one's server, so a free port stays taken from the moment it is chosen.
-    store = TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    # The agent's own store shares this one's server, so a free port stays taken from the moment it is chosen. The
+    # socket is ours: with port 0, torch 2.13 forgets a server whose port an earlier run of this process had.
+    listener = socket.create_server((address, port))
+    store = TCPStore(
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
     agent_logs = folder.logs / ".agent"
     launch = LaunchConfig(
         min_nodes=1,

@@ -47,12 +47,16 @@ def print_failure(path: Path, failure: dict[str, Any], ranks: list[tuple[int, in
         print(f"logs: {relative(path / 'logs')}", flush=True)
 
 
+SAME_AS = "same as"
+"""How the status of a cell begins that was not run, being the same effective experiment as another."""
+
+
 def sweep_rows(sweep: Path) -> list[dict[str, Any]]:
     """One row per cell, in cell order: passed, failed, or a duplicate of another."""
     rows: list[dict[str, Any]] = []
     for folder in sorted(p for p in sweep.iterdir() if p.is_dir() and not p.name.startswith(".")):
         if twin := read_duplicate(folder):
-            rows.append({"cell": folder.name, "status": f"same as {twin.split('_')[0]}"})
+            rows.append({"cell": folder.name, "status": f"{SAME_AS} {twin.split('_')[0]}"})
             continue
         try:
             record = read_record(folder)
@@ -104,8 +108,10 @@ def print_sweep(sweep: Path) -> None:
     console = Console(width=None if os.isatty(1) else 180, soft_wrap=True)
     console.print()
     console.print(table)
-    passed = sum(row["status"] == Status.passed.value for row in rows)
-    print(f"\n{passed} of {len(rows)} cells passed")
+    run = [row for row in rows if not row["status"].startswith(SAME_AS)]
+    passed = sum(row["status"] == Status.passed.value for row in run)
+    same = f"; {len(rows) - len(run)} more cells are the same experiment as one of them" if len(run) < len(rows) else ""
+    print(f"\n{passed} of {len(run)} runs passed{same}")
     print(f"runs         {relative(sweep)}")
     print(f"logs         {relative(sweep)}/*/logs/rank*.log")
     print(f"TensorBoard  tensorboard --logdir {relative(sweep.parent)}", flush=True)

@@ -82,7 +82,7 @@ def test_a_sweeps_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert [row[0] for row in rows] == ["000", "001", "002", "003"]
     assert rows[0][1:6] == ["ddp", "fp32", "n/a", "pre", "2"] and rows[0][-3:] == ["12.3", "12,346", "passed"]
     assert rows[1][-3:] == ["-", "-", "crashed"], "a run that did not pass shows no speed"
-    assert "1 of 4 cells passed" in said
+    assert "1 of 3 runs passed; 1 more cells" in said
     assert "logs         outputs/sweep/*/logs/rank*.log" in said
     assert "TensorBoard  tensorboard --logdir outputs" in said
 

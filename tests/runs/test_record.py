@@ -53,7 +53,7 @@ def record(run: Path) -> dict[str, Any]:
 
 def test_the_table_has_every_cell(sweep: Finished) -> None:
     assert len(sweep.runs) == len(CELLS)
-    assert f"{len(CELLS)} of {len(CELLS)} cells passed" in sweep.out
+    assert f"{len(CELLS)} of {len(CELLS)} runs passed" in sweep.out
     assert sweep.runs[0].parent.name.endswith("_mine_sweep")
 
 
