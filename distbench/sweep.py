@@ -18,10 +18,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from distbench import hydra_edge
-from distbench.config import Config, digest, effective, from_container, joined_world, validate
+from distbench.config import Config, digest, effective, from_container, joined_world
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status
+from distbench.validation import validate
 
 _exit_codes: list[int] = []
 _unfinished: list[Path] = []

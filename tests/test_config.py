@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from distbench import config as module
+from distbench import validation
 from distbench.config import (
     GROUPS,
     MONOMORPHIC,
@@ -27,11 +28,11 @@ from distbench.config import (
     not_applicable,
     threads_per_rank,
     to_container,
-    validate,
     world_size,
 )
 from distbench.errors import ConfigError, ExitCode
 from distbench.hydra_edge import conf_dir
+from distbench.validation import validate
 from tests.composing import compose, compose_tree
 
 
@@ -41,7 +42,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    monkeypatch.setattr(module, "num_cuda_devices", lambda: number)
+    for place in (module, validation):
+        monkeypatch.setattr(place, "num_cuda_devices", lambda: number)
 
 
 @cache

@@ -69,10 +69,11 @@ def compose_config(overrides: list[str]) -> Config:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from distbench.config import register_schemas, validate
+    from distbench.config import register_schemas
     from distbench.errors import ConfigError
     from distbench.hydra_edge import conf_dir, explain, register_resolvers
     from distbench.sweep import typed
+    from distbench.validation import validate
 
     register_schemas()
     register_resolvers()
