@@ -332,6 +332,8 @@ class Seeds:
 
 @dataclass
 class Logging:
+    statistics_every: int = 100
+    """0: none."""
     histograms: bool = False
     progress: bool = True
 

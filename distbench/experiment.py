@@ -167,6 +167,7 @@ def run_rank(
     from distbench.launching.world import World
     from distbench.numerics.gating import pass_gate
     from distbench.runs.log import RunLog
+    from distbench.runs.statistics import Statistics
     from distbench.strategies import strategy_class
 
     needs_group = strategy_class(config.strategy.name).needs_group
@@ -179,6 +180,9 @@ def run_rank(
         folder.update_record(**facts)
     dtypes = EffectiveDtypes(trainer)
     trainer.observers = [dtypes, *(log.observers if log else [])]
+    if every := config.logging.statistics_every:
+        blocks = getattr(config.model, "block_classes", [])
+        trainer.observers.append(Statistics(every, blocks, trainer, log.write if log else None))
 
     gate = pass_gate(config, baseline, trainer, dtypes, folder)
     ranks = world.gather(world.describe())

@@ -55,6 +55,7 @@ def _positive(name: str, value: float, minimum: float = 1) -> None:
 def _validate_numbers(config: Config) -> None:
     _positive("steps", config.steps)
     _positive("global_batch", config.global_batch)
+    _positive("logging.statistics_every", config.logging.statistics_every, minimum=0)
     _positive("accumulation", config.accumulation)
     if config.clip_norm is not None and not config.clip_norm > 0:
         raise ConfigError(f"clip_norm={config.clip_norm} must be positive; clip_norm=null turns clipping off")

@@ -38,14 +38,18 @@ class TensorBoardLog(Observer):
         }
         if trainer.scaler.enabled:
             scalars["train/scale"] = metrics.scale
-        for tag, value in scalars.items():
-            self._writer.add_scalar(tag, value, metrics.step)
+        self.write(scalars, metrics.step)
         if self._histograms:
             for slot in trainer.strategy.slots(trainer.module):
                 local = slot.cut(trainer.strategy.local(slot.parameter.detach()))
                 if local.numel():
                     # Rank 0's own shard: gathering the model every step would not be a side concern.
                     self._writer.add_histogram(f"weights_rank0/{slot.name}", local.float(), metrics.step)
+
+    def write(self, scalars: dict[str, float], step: int) -> None:
+        """Scalars by tag, at one step."""
+        for tag, value in scalars.items():
+            self._writer.add_scalar(tag, value, step)
 
     def close(self, record: dict[str, Any]) -> None:
         """Write the pages that need the finished record, and flush."""

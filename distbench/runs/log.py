@@ -56,6 +56,7 @@ class RunLog:
         self._folder = folder
         self._metrics = MetricLog(folder)
         self._tensorboard = TensorBoardLog(folder, config.logging.histograms)
+        self.write = self._tensorboard.write
         self.steps = StepSummary(warm_up=config.gate.steps if config.gate.enabled else 1)
         self.observers: list[Observer] = [self._metrics, self._tensorboard, self.steps]
         self._progress = None
