@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.profiler import record_function
 
 from distbench.data.batches import Batch, SampleAddressedBatches, seed_random_state
 from distbench.launching.world import World
@@ -82,6 +85,8 @@ class Trainer:
     seed: int = 0
     """Of dropout and everything else that forward draws."""
     observers: Iterable[Observer] = ()
+    span: Callable[[str], AbstractContextManager[Any]] = record_function
+    """Marks a phase of the step by name: for profilers, and for the window."""
     step: int = 0
     """Optimizer steps done."""
 
@@ -94,7 +99,8 @@ class Trainer:
 
     def train_step(self) -> StepMetrics:
         start = time.perf_counter()
-        batches = self.batches.micro_batches(self.step)
+        with self.span("data"):
+            batches = self.batches.micro_batches(self.step)
         data_seconds = time.perf_counter() - start
 
         scale, lr = self.scaler.scale, self.schedule.get_last_lr()[0]
@@ -104,10 +110,12 @@ class Trainer:
         for index, batch in enumerate(batches):
             sync = self.sync_each_micro_batch or index == len(batches) - 1
             with self.strategy.backward_sync(self.module, sync):
-                loss = self.forward(batch)
+                with self.span("forward"):
+                    loss = self.forward(batch)
                 # The one place that undoes the wrapper's averaging over ranks: the global gradient is the sum over all
                 # samples divided by the global count, whoever holds them.
-                self.backward(loss, self.world.size / count * scale)
+                with self.span("backward"):
+                    self.backward(loss, self.world.size / count * scale)
             loss_sum += loss.detach()
 
         gradients = self.strategy.gradients(self.module)
@@ -119,13 +127,14 @@ class Trainer:
                 observer.on_gradients(backward, self)
         watched = time.perf_counter() - watched
 
-        total_loss, norm = self.agree(loss_sum, gradients)
-        clip = self.clip(gradients, norm)
-        skipped = self.scaler.enabled and not math.isfinite(norm)
-        if not skipped:
-            self.optimizer.step()
-            self.schedule.step()
-        self.scaler.update(finite=not skipped)
+        with self.span("optimizer"):
+            total_loss, norm = self.agree(loss_sum, gradients)
+            clip = self.clip(gradients, norm)
+            skipped = self.scaler.enabled and not math.isfinite(norm)
+            if not skipped:
+                self.optimizer.step()
+                self.schedule.step()
+            self.scaler.update(finite=not skipped)
         self.world.synchronize()
         self.step += 1
         samples = self.batches.shape.global_batch

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from distbench.config import Config, Prefetch, world_size
 from distbench.launching.world import World
+from distbench.measure.traffic import Traffic
 from distbench.numerics.bounds import Reduction
 from distbench.precision import CastParameters, PrecisionPolicy
 from distbench.strategies.slots import Slot
@@ -109,6 +110,12 @@ class Strategy(ABC):
         if self.world.rank != 0:
             return {}
         return {self.canonical_name(name): value for name, value in state.items()}
+
+    def expected_traffic(self, module: nn.Module, micro_batches: int, syncs: int) -> list[Traffic]:
+        """What one optimizer step of `micro_batches` forwards and backwards sends, `syncs` of which reduce gradients.
+
+        The window's byte audit holds the strategy to it."""
+        return []
 
     def facts(self, module: nn.Module) -> dict[str, Any]:
         """What the record should say that was read from the built wrapper."""

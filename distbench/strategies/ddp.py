@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distbench.config import Config, DDPStrategy
+from distbench.measure.traffic import Traffic
 from distbench.numerics.bounds import Reduction
 from distbench.precision import PrecisionPolicy
 from distbench.strategies.base import Strategy
@@ -53,6 +54,20 @@ class DDP(Strategy):
 
     def reduce_dtype(self, module: nn.Module) -> torch.dtype:
         return self._reduce_dtype
+
+    def expected_traffic(self, module: nn.Module, micro_batches: int, syncs: int) -> list[Traffic]:
+        """Gradients at each sync; buffers before the first forward after one; with find_unused_parameters which
+        parameters were used, an int32 each."""
+        trained = [p for p in module.parameters() if p.requires_grad]
+        n = self.world.size
+        found = [
+            Traffic("gradients", "all_reduce", syncs * sum(p.numel() for p in trained) * self._reduce_dtype.itemsize, n)
+        ]
+        if self.options.broadcast_buffers and (size := sum(b.nbytes for b in module.buffers())):
+            found.append(Traffic("buffers", "broadcast", syncs * size, n))
+        if self.options.find_unused_parameters and not self.options.static_graph:
+            found.append(Traffic("used parameters", "all_reduce", syncs * 4 * len(trained), n))
+        return found
 
     def canonical_name(self, name: str) -> str:
         return super().canonical_name(name.removeprefix("module."))

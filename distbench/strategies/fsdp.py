@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from distbench.config import BackwardPrefetch, Config, FSDPStrategy, ShardingStrategy
+from distbench.measure.traffic import Traffic
 from distbench.numerics.bounds import Reduction
 from distbench.precision import PrecisionPolicy
 from distbench.strategies import torch_fsdp1
@@ -76,6 +77,21 @@ class FSDP(Strategy):
 
     def canonical_name(self, name: str) -> str:
         return super().canonical_name(name.replace("_fsdp_wrapped_module.", ""))
+
+    def expected_traffic(self, module: nn.Module, micro_batches: int, syncs: int) -> list[Traffic]:
+        """Gathers in forward and, where a unit is resharded after it, in backward; the root never is. SHARD_GRAD_OP keeps
+        parameters whole until gradients are reduced."""
+        n, strategy = self.world.size, self.options.sharding_strategy
+        gathered = reduced = 0
+        for unit in torch_fsdp1.unit_bytes(module):
+            reduced += syncs * unit.reduced
+            if strategy is ShardingStrategy.FULL_SHARD:
+                gathered += micro_batches * unit.gathered * (1 if unit.root else 2)
+            elif strategy is ShardingStrategy.SHARD_GRAD_OP:
+                gathered += syncs * unit.gathered
+        if strategy is ShardingStrategy.NO_SHARD:
+            return [Traffic("gradients", "all_reduce", reduced, n)]
+        return [Traffic("parameters", "all_gather", gathered, n), Traffic("gradients", "reduce_scatter", reduced, n)]
 
     def facts(self, module: nn.Module) -> dict[str, Any]:
         return {"flat_parameters": torch_fsdp1.flat_parameters(module)}

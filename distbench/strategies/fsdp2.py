@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from distbench.config import BackwardPrefetch, Config, FSDP2Strategy
+from distbench.measure.traffic import Traffic
 from distbench.numerics.bounds import Reduction
 from distbench.precision import PrecisionPolicy
 from distbench.strategies import torch_fsdp2
@@ -73,6 +74,24 @@ class FSDP2(Strategy):
 
     def reduce_dtype(self, module: nn.Module) -> torch.dtype:
         return torch_fsdp2.reduce_dtype(module)
+
+    def expected_traffic(self, module: nn.Module, micro_batches: int, syncs: int) -> list[Traffic]:
+        """Gathers in forward over all ranks and, where a unit is resharded after it, in backward over the ranks that it is
+        resharded to."""
+        n = self.world.size
+        forward = reduced = 0
+        backward: dict[int, int] = {}
+        for unit in torch_fsdp2.unit_bytes(module):
+            forward += micro_batches * unit.gathered
+            reduced += syncs * unit.reduced
+            if unit.backward_ranks:
+                ranks = unit.backward_ranks
+                backward[ranks] = backward.get(ranks, 0) + micro_batches * unit.gathered
+        return [
+            Traffic("parameters, forward", "all_gather", forward, n),
+            *(Traffic("parameters, backward", "all_gather", size, ranks) for ranks, size in backward.items()),
+            Traffic("gradients", "reduce_scatter", reduced, n),
+        ]
 
     def facts(self, module: nn.Module) -> dict[str, Any]:
         return {"padded_bytes": torch_fsdp2.padded_bytes(module)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,34 @@ def reduce_dtype(module: nn.Module) -> torch.dtype:
     """What the root unit's gradients are reduced in."""
     handle = _handles(module)[0]
     return handle._fwd_bwd_param_dtype if handle._reduce_dtype is None else handle._reduce_dtype
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """A unit's whole flat parameter with its padding, in the dtypes that cross the network."""
+
+    gathered: int
+    reduced: int
+    """0 where nothing in it is trained."""
+    root: bool
+
+
+def unit_bytes(module: nn.Module) -> list[UnitBytes]:
+    found = []
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        if (handle := unit._handle) is None:
+            continue
+        flat = handle.flat_param
+        padded = int(flat._sharded_size.numel()) * (handle.world_size if handle.uses_sharded_strategy else 1)
+        reduce_dtype = handle._fwd_bwd_param_dtype if handle._reduce_dtype is None else handle._reduce_dtype
+        found.append(
+            UnitBytes(
+                gathered=padded * handle._fwd_bwd_param_dtype.itemsize,
+                reduced=padded * reduce_dtype.itemsize if flat.requires_grad else 0,
+                root=unit is module,
+            )
+        )
+    return found
 
 
 def flat_parameters(module: nn.Module) -> list[dict[str, Any]]:

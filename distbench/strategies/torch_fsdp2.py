@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,32 @@ def padded_bytes(module: nn.Module) -> int:
             dtype = group.mp_policy.param_dtype or parameter.sharded_param.dtype
             total += parameter.padded_sharded_param_size.numel() * group.mesh_info.shard_mesh_size * dtype.itemsize
     return total
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """A unit's parameters, each padded on dim 0 to a multiple of the shards, in the dtypes that cross the network."""
+
+    gathered: int
+    reduced: int
+    """Trained parameters only."""
+    backward_ranks: int | None
+    """How many ranks share one copy after forward, to be gathered again in backward; None: they stay whole."""
+
+
+def unit_bytes(module: nn.Module) -> list[UnitBytes]:
+    found = []
+    for group in _param_groups(module):
+        gathered = reduced = 0
+        for parameter in group.fsdp_params:
+            padded = parameter.padded_sharded_param_size.numel() * group.mesh_info.shard_mesh_size
+            kept, policy = parameter.sharded_param.dtype, group.mp_policy
+            gathered += padded * (policy.param_dtype or kept).itemsize
+            if parameter.sharded_param.requires_grad:
+                reduced += padded * (policy.reduce_dtype or policy.param_dtype or kept).itemsize
+        after = group.post_forward_mesh_info
+        found.append(UnitBytes(gathered, reduced, None if after is None else after.shard_mesh_size))
+    return found
 
 
 def local_gradients(module: nn.Module, canonical: Callable[[str], str]) -> dict[str, Tensor]:
