@@ -294,6 +294,28 @@ class Gate:
 
 
 @dataclass
+class Window:
+    """The measured steps (docs/window.md)."""
+
+    name: str = "default"
+    enabled: bool = True
+    warm_up: int = 1
+    """Steps after the gate's before anything is measured."""
+    measured: int = 5
+    """Metered steps of each window."""
+    reference: int = 5
+    """Steps without meters after them."""
+    repeats: int = 3
+    """Windows; fewer if the run has not enough steps."""
+    max_overhead: float = 0.05
+    """Share of a step; figures are rejected if the meters cost more for sure."""
+    track: bool = True
+    """After training, extra steps that are not trained: memory by kind, FLOPs, what each collective means."""
+    trace: bool = False
+    """Keep a Kineto trace of each window's metered steps."""
+
+
+@dataclass
 class Fault:
     """A deliberate bug, for the self-test: `_target_` is a `distbench.faults.base.Fault` class; null: none."""
 
@@ -352,12 +374,13 @@ class Config:
     optimizer: Any = MISSING
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     gate: Gate = field(default_factory=Gate)
+    window: Window = field(default_factory=Window)
     fault: Fault = field(default_factory=Fault)
     launch: Any = MISSING
     logging: Logging = field(default_factory=Logging)
     seed: Seeds = field(default_factory=Seeds)
     device: Device = Device.auto
-    steps: int = 20
+    steps: int = 40
     global_batch: int = 8
     accumulation: int = 1
     accumulation_sync: bool = False
@@ -388,6 +411,7 @@ MONOMORPHIC: dict[str, type] = {
     "loss": Loss,
     "checkpoint": Checkpoint,
     "gate": Gate,
+    "window": Window,
     "fault": Fault,
 }
 """Groups whose options are presets of one dataclass."""

@@ -165,6 +165,7 @@ def run_rank(
     from distbench.build import EffectiveDtypes, build_trainer, set_determinism
     from distbench.checkpoint.save import save_model
     from distbench.launching.world import World
+    from distbench.measure.measuring import measure_windows, window_sections
     from distbench.numerics.gating import pass_gate
     from distbench.runs.log import RunLog
     from distbench.runs.statistics import Statistics
@@ -195,10 +196,19 @@ def run_rank(
         world.leave()
         return
 
+    measured, reason = measure_windows(config, trainer, folder)
     trainer.run(until=config.steps)
     state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
+    checkpoint = save_model(folder, trainer.step, state) if log and state is not None else None
+    window = window_sections(config, trainer, measured, reason)
     if log:
-        checkpoint = save_model(folder, trainer.step, state) if state is not None else None
-        log.finish(status=Status.passed.value, gate=gate, topology=topology, dtypes=dtypes.seen, checkpoint=checkpoint)
-    del trainer, state  # a wrapper's collectives must not outlive the process group
+        log.finish(
+            status=Status.passed.value,
+            gate=gate,
+            **window,
+            topology=topology,
+            dtypes=dtypes.seen,
+            checkpoint=checkpoint,
+        )
+    del trainer, state, measured  # a wrapper's collectives must not outlive the process group
     world.leave()

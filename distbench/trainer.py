@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,9 @@ class Backward:
 
 class Observer:
     """A side concern: a log, a progress bar, the gate. It must not change the training. Override what is needed."""
+
+    reads_state: ClassVar[bool] = False
+    """Looks at the model itself, so it cannot be told later of steps that a window measured."""
 
     def on_gradients(self, backward: Backward, trainer: Trainer) -> None:
         """Gradients are reduced and unscaled, not yet clipped."""

@@ -10,6 +10,7 @@ from distbench.config import (
     DTYPES,
     Config,
     LossKind,
+    Window,
     joined_world,
     not_applicable,
     num_cuda_devices,
@@ -27,6 +28,7 @@ def validate(config: Config) -> None:
     _validate_wrapping(config)
     _validate_world(config)
     _validate_gate(config)
+    _validate_window(config.window)
 
 
 def _validate_gate(config: Config) -> None:
@@ -45,6 +47,14 @@ def _validate_gate(config: Config) -> None:
             f"{world_size(config)} ranks are more than gate.max_replay={gate.max_replay}, and replaying N ranks costs N "
             "steps; raise gate.max_replay, or gate a smaller world first and use gate=off here"
         )
+
+
+def _validate_window(window: Window) -> None:
+    for name in ("measured", "reference", "repeats"):
+        _positive(f"window.{name}", getattr(window, name))
+    _positive("window.warm_up", window.warm_up, minimum=0)
+    if not window.max_overhead > 0:
+        raise ConfigError(f"window.max_overhead={window.max_overhead} must be a share above 0, such as 0.05")
 
 
 def _positive(name: str, value: float, minimum: float = 1) -> None:

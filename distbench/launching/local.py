@@ -42,6 +42,7 @@ def warm_up() -> None:
     Called before the parent imports torch itself, so the two imports overlap.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # a line for every window otherwise
     multiprocessing.set_forkserver_preload(["distbench.launching.preload"])
     multiprocessing.forkserver.ensure_running()
 
@@ -122,8 +123,6 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
         signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
         logs_specs=DefaultLogsSpecs(log_dir=str(agent_logs)),
     )
-    if address.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # stay on loopback instead of resolving the host's name
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def stop(number: int, frame: object) -> None:

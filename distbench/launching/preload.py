@@ -14,6 +14,7 @@ MODULES = (
     "distbench.experiment",
     "distbench.build",
     "distbench.checkpoint.save",
+    "distbench.measure.measuring",
     "distbench.numerics.diagnose",
     "distbench.numerics.gating",
     "distbench.numerics.locate",
@@ -30,9 +31,11 @@ MODULES = (
     # Imported lazily by DDP's and FSDP's constructors and first steps: 822 modules, more than a second a rank.
     "torch._dynamo",
     "torch._inductor",
+    "torch.distributed._tools.fsdp2_mem_tracker",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.elastic.multiprocessing.errors",
     "torch.distributed.tensor",
+    "torch.utils.flop_counter",
     "safetensors.torch",
     "tensorboard.plugins.hparams.api_pb2",
 )

@@ -26,6 +26,8 @@ def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) 
     """Entry point that the elastic agent starts. Returns None; what is to be known is in the run folder."""
     # Ctrl-C reaches the whole foreground group: the parent decides what it means and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.environ["MASTER_ADDR"].startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # stay on loopback instead of resolving the host's name
     folder = RunFolder(Path(path))
     rank = int(os.environ["RANK"])
     console = redirect_output(folder, f"rank{rank}")

@@ -85,3 +85,11 @@ def _entry(item: dict[str, Any]) -> Entry:
 def _bytes(item: dict[str, Any], side: str) -> int:
     sizes, dtypes = item[f"{side}_sizes"], item[f"{side}_dtypes"]
     return sum(math.prod(size) * DTYPES[dtype].itemsize for size, dtype in zip(sizes, dtypes, strict=True))
+
+
+def members() -> dict[str, tuple[int, ...]]:
+    """Global ranks of each process group that this rank knows, by the recorder's name of it."""
+    import torch.distributed as dist
+
+    names = dist.distributed_c10d._world.pg_names
+    return {name: tuple(dist.get_process_group_ranks(group)) for group, name in names.items()}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from distbench.measure.phases import STEP
 from distbench.measure.recorder import Recording
 
 
@@ -31,13 +32,22 @@ class MemoryMeter(ABC):
     def start(self) -> None:
         """Forget the peak so far."""
 
-    @abstractmethod
+    def stop(self) -> None:
+        """The window is over; what comes next is not the run's."""
+        self.peak = 0
+
     def read(self, recording: Recording) -> int:
-        """Bytes of the peak since `start`."""
+        """Bytes of the peak between `start` and `stop`."""
+        return self.peak
 
 
 class CpuTensors(MemoryMeter):
-    """CPU tensors: what lives at the start, and the allocator's own events from there on."""
+    """CPU tensors: what lives at a step's start, and the allocator's own events from there on.
+
+    A block that one of Gloo's threads frees has no event (torch 2.13 reports to the profiler of the freeing thread), so
+    a sum over the whole window would only grow. Each step is summed for itself, from what is known to live at its start;
+    of steps whose sum does not come back to what lives at their end, the peak counts only if all are like that.
+    """
 
     column, name = "peak_allocated", "CPU tensor allocations (torch profiler) above the tensors alive at the start"
 
@@ -51,8 +61,18 @@ class CpuTensors(MemoryMeter):
     def start(self) -> None:
         self.alive = live_tensor_bytes() + self.hidden_bytes
 
+    def stop(self) -> None:
+        self.kept = live_tensor_bytes() + self.hidden_bytes - self.alive
+
     def read(self, recording: Recording) -> int:
-        return self.alive + max(accumulate((size for _, size in recording.allocations), initial=0))
+        peaks: list[tuple[bool, int]] = []
+        for number, step in enumerate(span for span in recording.spans if span.name == STEP):
+            events = [size for time, size in recording.allocations if step.start <= time < step.end]
+            # Gradients were dropped before the first step; the later ones start with those of the step before.
+            carried, left = (0, self.kept) if number == 0 else (self.kept, 0)
+            peaks.append((sum(events) == left, self.alive + carried + max(accumulate(events, initial=0))))
+        whole = [peak for complete, peak in peaks if complete]
+        return max(whole or [peak for _, peak in peaks])
 
 
 class HighWater(MemoryMeter):
@@ -71,8 +91,8 @@ class HighWater(MemoryMeter):
     def start(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
-    def read(self, recording: Recording) -> int:
-        return resident("VmHWM")
+    def stop(self) -> None:
+        self.peak = resident("VmHWM")
 
 
 class CudaAllocator(MemoryMeter):
@@ -88,8 +108,8 @@ class CudaAllocator(MemoryMeter):
     def start(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def read(self, recording: Recording) -> int:
-        return int(torch.cuda.memory_stats(self.device)[self.statistic])
+    def stop(self) -> None:
+        self.peak = int(torch.cuda.memory_stats(self.device)[self.statistic])
 
 
 class CudaDevice(MemoryMeter):
@@ -106,9 +126,9 @@ class CudaDevice(MemoryMeter):
     def start(self) -> None:
         pass
 
-    def read(self, recording: Recording) -> int:
+    def stop(self) -> None:
         free, total = torch.cuda.mem_get_info(self.device)
-        return total - free
+        self.peak = total - free
 
 
 def memory_meters(device: torch.device, hidden_bytes: int) -> list[MemoryMeter]:
@@ -133,7 +153,8 @@ def resident(field: str = "VmRSS") -> int:
 
 def live_tensor_bytes() -> int:
     """Bytes of all CPU storage that a tensor known to Python refers to."""
-    tensors = (thing for thing in gc.get_objects() if isinstance(thing, Tensor))
+    # By type: isinstance asks objects for their class, and some of torch's answer with a deprecation warning.
+    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
     return storage_bytes(tensors)
 
 

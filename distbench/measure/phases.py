@@ -13,6 +13,9 @@ PREFIX = "distbench."
 """Of the spans that the window makes, in a recording."""
 
 
+STEP = f"{PREFIX}step"
+
+
 class BlockedClock:
     """ns in which this thread was neither running nor waiting for a core: asleep, mostly for a collective.
 

@@ -5,6 +5,7 @@ adds nothing measurable to a step for it, where a full CPU profile costs one to 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,12 +62,17 @@ class ScopeRecorder:
         _prepare_profiler(config, cpu)
         _enable_profiler(config, cpu, {torch._C._profiler.RecordScope.USER_SCOPE})
 
-    def stop(self) -> Recording:
+    def stop(self, trace: Path | None = None) -> Recording:
+        """End the recording; `trace`: also keep it as a Chrome trace, for Perfetto."""
         if self._public is not None:
             self._public.__exit__(None, None, None)
-            events = self._public.profiler.kineto_results.events()
+            results = self._public.profiler.kineto_results
         else:
-            events = torch.autograd._disable_profiler().events()
+            results = torch.autograd._disable_profiler()
+        if trace is not None:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            results.save(str(trace))
+        events = results.events()
         recording = Recording()
         for event in events:
             name = event.name()

@@ -31,7 +31,34 @@ def print_run(path: Path) -> None:
     )
     if record.get("gate"):
         print(f"    {record['gate']['text']}", flush=True)
+    if window := record.get("window"):
+        print(f"    window: {_window(window)}", flush=True)
+    elif record.get("window_reason"):
+        print(f"    no window: {record['window_reason']}", flush=True)
     print(f"    run folder {relative(path)}", flush=True)
+
+
+def _window(window: dict[str, Any]) -> str:
+    """The headlines of one line; what could not be measured is left out, its reason is in the record."""
+    if not window["accepted"]:
+        return f"rejected: {window['reason']}"
+    step, memory = window["step_time"], window["memory"]["peak_allocated"]
+    parts = [f"step {step['median'] * 1e3:.1f} ms ({step['low'] * 1e3:.1f} to {step['high'] * 1e3:.1f})"]
+    if memory["bytes"] is not None:
+        parts.append(f"peak {_bytes(memory['bytes'])} on rank {memory['rank']}")
+    for name, label in (("exposed_comm", "exposed communication"), ("data_wait", "data wait")):
+        if window[name]["median"] is not None:
+            parts.append(f"{label} {window[name]['median'] * 1e3:.1f} ms")
+    parts += window["bytes"]["warnings"]
+    return ", ".join(parts)
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    raise AssertionError
 
 
 def print_failure(path: Path, failure: dict[str, Any], ranks: list[tuple[int, int]]) -> None:

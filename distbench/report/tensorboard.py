@@ -14,17 +14,11 @@ from distbench.trainer import Backward, Observer, StepMetrics, Trainer
 class TensorBoardLog(Observer):
     """Rank 0's event file. Tags are the metrics' names under the group they belong to."""
 
-    def __init__(self, folder: RunFolder, histograms: bool) -> None:
+    def __init__(self, folder: RunFolder) -> None:
         self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
-        self._histograms = histograms
 
-    def on_gradients(self, backward: Backward, trainer: Trainer) -> None:
-        if not self._histograms:
-            return
-        for slot in trainer.strategy.slots(trainer.module):
-            if slot.parameter.grad is not None and slot.numel:
-                local = slot.cut(trainer.strategy.local(slot.parameter.grad))
-                self._writer.add_histogram(f"gradients_rank0/{slot.name}", local.float(), backward.step)
+    def histograms(self) -> Histograms:
+        return Histograms(self._writer)
 
     def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
         scalars = {
@@ -39,12 +33,6 @@ class TensorBoardLog(Observer):
         if trainer.scaler.enabled:
             scalars["train/scale"] = metrics.scale
         self.write(scalars, metrics.step)
-        if self._histograms:
-            for slot in trainer.strategy.slots(trainer.module):
-                local = slot.cut(trainer.strategy.local(slot.parameter.detach()))
-                if local.numel():
-                    # Rank 0's own shard: gathering the model every step would not be a side concern.
-                    self._writer.add_histogram(f"weights_rank0/{slot.name}", local.float(), metrics.step)
 
     def write(self, scalars: dict[str, float], step: int) -> None:
         """Scalars by tag, at one step."""
@@ -71,6 +59,27 @@ class TensorBoardLog(Observer):
         # run_name "." keeps the row in this run instead of making a sub-run of its own.
         self._writer.add_hparams(hparams(record), metrics, run_name=".")
         self._writer.close()
+
+
+class Histograms(Observer):
+    """Histograms of rank 0's own shards at every step: gathering the model each time would not be a side concern."""
+
+    reads_state = True
+
+    def __init__(self, writer: SummaryWriter) -> None:
+        self._writer = writer
+
+    def on_gradients(self, backward: Backward, trainer: Trainer) -> None:
+        for slot in trainer.strategy.slots(trainer.module):
+            if slot.parameter.grad is not None and slot.numel:
+                local = slot.cut(trainer.strategy.local(slot.parameter.grad))
+                self._writer.add_histogram(f"gradients_rank0/{slot.name}", local.float(), backward.step)
+
+    def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
+        for slot in trainer.strategy.slots(trainer.module):
+            local = slot.cut(trainer.strategy.local(slot.parameter.detach()))
+            if local.numel():
+                self._writer.add_histogram(f"weights_rank0/{slot.name}", local.float(), metrics.step)
 
 
 def hparams(record: dict[str, Any]) -> dict[str, str | int | float]:

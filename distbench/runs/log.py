@@ -55,10 +55,12 @@ class RunLog:
     def __init__(self, config: Config, folder: RunFolder, console: TextIO) -> None:
         self._folder = folder
         self._metrics = MetricLog(folder)
-        self._tensorboard = TensorBoardLog(folder, config.logging.histograms)
+        self._tensorboard = TensorBoardLog(folder)
         self.write = self._tensorboard.write
         self.steps = StepSummary(warm_up=config.gate.steps if config.gate.enabled else 1)
         self.observers: list[Observer] = [self._metrics, self._tensorboard, self.steps]
+        if config.logging.histograms:
+            self.observers.append(self._tensorboard.histograms())
         self._progress = None
         if config.logging.progress and console.isatty():
             label = f"{config.strategy.name} {config.precision.name}"

@@ -24,6 +24,8 @@ class Statistics(Observer):
     Finite elements only, as a gradient summary's fields; without blocks, the modules that have no modules of their own.
     """
 
+    reads_state = True
+
     def __init__(self, every: int, blocks: Collection[str], trainer: Trainer, write: Write | None) -> None:
         self.every, self.write = every, write
         self.values: dict[str, float] = {}

@@ -111,6 +111,10 @@ class Strategy(ABC):
             return {}
         return {self.canonical_name(name): value for name, value in state.items()}
 
+    def hidden_bytes(self, module: nn.Module) -> int:
+        """Tensor memory that only C++ refers to and that lives from step to step."""
+        return 0
+
     def expected_traffic(self, module: nn.Module, micro_batches: int, syncs: int) -> list[Traffic]:
         """What one optimizer step of `micro_batches` forwards and backwards sends, `syncs` of which reduce gradients.
 

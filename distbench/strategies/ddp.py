@@ -55,6 +55,10 @@ class DDP(Strategy):
     def reduce_dtype(self, module: nn.Module) -> torch.dtype:
         return self._reduce_dtype
 
+    def hidden_bytes(self, module: nn.Module) -> int:
+        """The buckets: each gradient has a place in one, whether or not it is a view of it."""
+        return sum(p.nbytes for p in module.parameters() if p.requires_grad)
+
     def expected_traffic(self, module: nn.Module, micro_batches: int, syncs: int) -> list[Traffic]:
         """Gradients at each sync; buffers before the first forward after one; with find_unused_parameters which
         parameters were used, an int32 each."""

@@ -116,7 +116,7 @@ def test_histograms_on_request(folder: RunFolder, histograms: bool) -> None:
 def test_a_log_that_is_never_closed_keeps_its_scalars(folder: RunFolder) -> None:
     """A run that fails later still shows how far it came."""
     trainer, _ = build_trainer(small("single", steps=2), ONE_PROCESS)
-    log = TensorBoardLog(folder, histograms=False)
+    log = TensorBoardLog(folder)
     trainer.observers = [log]
     trainer.run(until=2)
     log._writer.flush()

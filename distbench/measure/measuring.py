@@ -1,0 +1,63 @@
+"""The window's place in a run: measured inside training, put together after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distbench.config import Config, LossKind
+from distbench.measure import flops
+from distbench.measure.section import section
+from distbench.measure.tracked import track
+from distbench.measure.traffic import Traffic
+from distbench.measure.window import Measurement, Window, planned
+from distbench.precision import DTYPES
+from distbench.runs.folder import RunFolder
+from distbench.trainer import Trainer
+
+
+def measure_windows(config: Config, trainer: Trainer, folder: RunFolder) -> tuple[Measurement | None, str | None]:
+    """This rank's share of the windows, or why there is none. A collective; the steps are training steps."""
+    if not config.window.enabled:
+        return None, "window=off"
+    warm_up, repeats, reason = planned(config.window, trainer.step, config.steps)
+    if reason is not None:
+        return None, reason
+    traces = folder.path / "traces" if config.window.trace else None
+    return Window(config.window, trainer, traces).measure(warm_up, repeats), None
+
+
+def window_sections(
+    config: Config, trainer: Trainer, measured: Measurement | None, reason: str | None
+) -> dict[str, Any]:
+    """The record's `window` and `window_reason`, the same on every rank. A collective; it trains on, so call it when
+    what was trained is safe."""
+    if measured is None:
+        return {"window": None, "window_reason": reason}
+    world, dtype = trainer.world, config.precision.compute_dtype
+    syncs = config.accumulation if config.accumulation_sync else 1
+    promised = [
+        *trainer.strategy.expected_traffic(trainer.module, config.accumulation, syncs),
+        *own_traffic(config, world.size),
+    ]
+    world.barrier()
+    rate = flops.calibrate(world.device, DTYPES[dtype])
+    ranks = world.gather((measured, rate))
+    tracked = world.gather(track(trainer)) if config.window.track else []
+    found = section(
+        config,
+        [own for own, _ in ranks],
+        tracked,
+        promised,
+        flops.known_peak(world.device, dtype),
+        [rate for _, rate in ranks],
+        world.backend if world.size > 1 else None,
+    )
+    return {"window": found, "window_reason": None}
+
+
+def own_traffic(config: Config, size: int) -> list[Traffic]:
+    """The trainer's own small reductions of one step: loss and squared norm (two fp64), and tokens (int64)."""
+    found = [Traffic("loss and norm", "all_reduce", 16, size)]
+    if config.loss.name is LossKind.cross_entropy:
+        found.append(Traffic("token count", "all_reduce", 8, size))
+    return found

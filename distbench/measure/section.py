@@ -1,0 +1,296 @@
+"""The record's `window` section, from what every rank measured (docs/window.md)."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from distbench.config import Config
+from distbench.measure import flops
+from distbench.measure.collectives import rows
+from distbench.measure.spread import figure, missing
+from distbench.measure.tracked import Tracked
+from distbench.measure.traffic import Traffic
+from distbench.measure.window import Measurement, Step, Take
+
+MEMORY = ("peak_allocated", "peak_active", "peak_reserved", "device_used", "rss_peak")
+WALL = "time.perf_counter around each step, the device synchronised"
+BUSY = {"gloo": "Gloo's execution intervals (torch profiler, user scopes)", "nccl": "NCCL kernels (torch profiler)"}
+INTERFACE_SLACK = 0.015
+"""Share by which the interface's counter may lie below the ledger. Above it lie headers, and other processes' traffic."""
+
+Ranks = Sequence[Measurement]
+
+
+def section(
+    config: Config,
+    ranks: Ranks,
+    tracked: Sequence[Tracked],
+    promised: Sequence[Traffic],
+    peak: tuple[float | None, str],
+    rates: Sequence[float],
+    backend: str | None,
+) -> dict[str, Any]:
+    """`ranks`, `tracked`: every rank's, in rank order. `promised`: the strategy's and the trainer's traffic of one step.
+    `peak`: one device's known FLOP/s and its source. `rates`: each rank's calibrated FLOP/s."""
+    window = config.window
+    step_time = _slowest(ranks)
+    overhead = _overhead(ranks)
+    too_much = overhead["low"] is not None and overhead["low"] > window.max_overhead
+    table = _collectives(ranks, tracked, window.measured)
+    flop = _flops(config, tracked)
+    return {
+        "name": window.name,
+        "warm_up": window.warm_up,
+        "measured": window.measured,
+        "reference": window.reference,
+        "repeats": len(ranks[0].takes),
+        "accepted": not too_much,
+        "reason": f"the meters cost {overhead['median']:.1%} of a step, more than window.max_overhead"
+        if too_much
+        else None,
+        "overhead": {**overhead, "limit": window.max_overhead},
+        "step_time": step_time,
+        "tokens_per_second": _tokens(ranks),
+        "split": _split(ranks[step_time["slowest_rank"]], step_time["slowest_rank"]),
+        "data_wait": _worst(ranks, lambda step: step.phases.get("data"), "the data phase's wall time", None),
+        **_communication(ranks, backend),
+        "overlap_transfers_to_cuda": backend == "nccl",
+        "collectives": table,
+        "collectives_reason": next((t.calls_reason for t in ranks[0].takes if t.calls_reason), None),
+        "memory": {column: _memory(ranks, column) for column in MEMORY},
+        **_by_kind(tracked),
+        "bytes": audit(promised, table, ranks, backend),
+        "flops": flop,
+        **_mfu(flop["per_step"], step_time["median"], peak, rates),
+        "timeline": [measurement.takes[-1].timeline for measurement in ranks],
+        "ranks": [_rank(rank, measurement) for rank, measurement in enumerate(ranks)],
+    }
+
+
+# --- times
+
+
+def _each(ranks: Ranks, value: Callable[[Step], float | None]) -> list[list[list[float | None]]]:
+    """[rank][window][step]."""
+    return [[[value(step) for step in take.steps] for take in measurement.takes] for measurement in ranks]
+
+
+def _slowest(ranks: Ranks) -> dict[str, Any]:
+    """Per step the slowest rank's time; the rank that was it most often."""
+    table = np.array(_each(ranks, lambda step: step.seconds), dtype=np.float64)
+    windows = table.max(axis=0)
+    counts = np.bincount(table.argmax(axis=0).ravel(), minlength=len(ranks))
+    return {
+        **figure(windows.tolist(), "s", WALL),
+        "samples": windows.tolist(),
+        "window_medians": np.median(windows, axis=1).tolist(),
+        "slowest_rank": int(counts.argmax()),
+    }
+
+
+def _tokens(ranks: Ranks) -> dict[str, Any]:
+    seconds = np.array(_each(ranks, lambda step: step.seconds), dtype=np.float64).max(axis=0)
+    tokens = np.array(_each(ranks[:1], lambda step: float(step.tokens)), dtype=np.float64)[0]
+    return figure((tokens / seconds).tolist(), "tokens/s", WALL)
+
+
+def _split(measurement: Measurement, rank: int) -> dict[str, Any]:
+    """Medians of the phases and of what lies between them."""
+    steps = [step for take in measurement.takes for step in take.steps]
+    found: dict[str, Any] = {
+        name: statistics.median(step.phases.get(name, 0.0) for step in steps)
+        for name in ("data", "forward", "backward", "optimizer")
+    }
+    found["other"] = statistics.median(max(0.0, step.seconds - sum(step.phases.values())) for step in steps)
+    return {**found, "rank": rank}
+
+
+def _worst(ranks: Ranks, value: Callable[[Step], float | None], meter: str, reason: str | None) -> dict[str, Any]:
+    """The figure of the rank whose median is largest, with the rank."""
+    table = _each(ranks, value)
+    if reason is not None or any(v is None for rank in table for take in rank for v in take):
+        return {**missing("s", meter, reason or "not measured on every rank"), "rank": None}
+    known = [[[v for v in take if v is not None] for take in rank] for rank in table]
+    medians = [statistics.median(v for take in rank for v in take) for rank in known]
+    worst = medians.index(max(medians))
+    return {**figure(known[worst], "s", meter), "rank": worst}
+
+
+def _overhead(ranks: Ranks) -> dict[str, Any]:
+    """Metered over reference step time, less 1; from pairs of a metered and a reference step of the same window."""
+    metered = np.array(_each(ranks, lambda step: step.seconds), dtype=np.float64).max(axis=0)
+    reference = np.array([[take.reference for take in m.takes] for m in ranks], dtype=np.float64).max(axis=0)
+    pairs = min(metered.shape[1], reference.shape[1])
+    ratios = metered[:, :pairs] / reference[:, :pairs] - 1
+    return figure(ratios.tolist(), "ratio", "metered over unmetered steps of the same window, paired in order")
+
+
+def _communication(ranks: Ranks, backend: str | None) -> dict[str, Any]:
+    if backend is None:
+        reason = "one process: nothing is communicated"
+        return {
+            "comm_busy": {**missing("s", "", reason), "rank": None},
+            "exposed_comm": {**missing("s", "", reason), "rank": None},
+            "overlap": missing("ratio", "", reason),
+        }
+    busy = _worst(ranks, lambda step: step.comm_busy, BUSY[backend], None)
+    exposed = _worst(ranks, lambda step: step.exposed, ranks[0].exposed_meter, ranks[0].exposed_reason)
+    meter = "1 - exposed / busy"
+    if exposed["median"] is None:
+        return {"comm_busy": busy, "exposed_comm": exposed, "overlap": missing("ratio", meter, exposed["reason"])}
+    shares = [
+        [1 - (step.exposed or 0.0) / step.comm_busy for step in take.steps if step.comm_busy > 0]
+        for take in ranks[exposed["rank"]].takes
+    ]
+    return {"comm_busy": busy, "exposed_comm": exposed, "overlap": figure(shares, "ratio", meter)}
+
+
+def _rank(rank: int, measurement: Measurement) -> dict[str, Any]:
+    steps = [step for take in measurement.takes for step in take.steps]
+    exposed = [step.exposed for step in steps if step.exposed is not None]
+    return {
+        "rank": rank,
+        "step_time": statistics.median(step.seconds for step in steps),
+        "data_wait": statistics.median(step.phases.get("data", 0.0) for step in steps),
+        "comm_busy": statistics.median(step.comm_busy for step in steps),
+        "exposed_comm": statistics.median(exposed) if exposed else None,
+        "memory": {column: _peak(measurement, column) for column in MEMORY},
+    }
+
+
+# --- bytes and memory
+
+
+def _collectives(ranks: Ranks, tracked: Sequence[Tracked], measured: int) -> list[dict[str, Any]]:
+    windows = [[measurement.takes[w].calls for measurement in ranks] for w in range(len(ranks[0].takes))]
+    return rows(windows, tracked[0].meanings if tracked else [], measured)
+
+
+def audit(
+    promised: Sequence[Traffic], table: Sequence[dict[str, Any]], ranks: Ranks, backend: str | None
+) -> dict[str, Any]:
+    """Bytes that one rank sends in a step, by three ways: what the strategy promises, what the backend was asked for, what
+    the kernel's interface counted."""
+    if backend is None:
+        return {"formula": 0, "ledger": 0, "interface": None, "interface_reason": "nothing is sent", "warnings": []}
+    formula = sum(traffic.wire_bytes(backend) for traffic in promised)
+    reason = next((t.calls_reason for t in ranks[0].takes if t.calls_reason), None)
+    ledger = None if reason else sum(row["wire_bytes"] or 0 for row in table)
+    found = _interface(ranks)
+    interface_reason = ranks[0].network_reason if found is None else None
+    warnings = []
+    if ledger is not None and ledger != formula:
+        warnings.append(_mismatch(formula, ledger, promised, table, backend))
+    residual = found / ledger - 1 if ledger and found is not None else None
+    if residual is not None and residual < -INTERFACE_SLACK:
+        warnings.append(
+            f"the interface sent {-residual:.1%} less than the ledger: ranks use other interfaces or hosts, too"
+        )
+    return {
+        "formula": formula,
+        "formula_rows": [
+            {"what": t.what, "op": t.op, "group_size": t.group_size, "wire_bytes": t.wire_bytes(backend)}
+            for t in promised
+        ],
+        "ledger": ledger,
+        "ledger_reason": reason,
+        "interface": found,
+        "interface_residual": residual,
+        "interface_reason": interface_reason,
+        "warnings": warnings,
+    }
+
+
+def _mismatch(
+    formula: float, ledger: float, promised: Sequence[Traffic], table: Sequence[dict[str, Any]], backend: str
+) -> str:
+    """Name the operation that differs, and the likely cause."""
+    wanted: dict[str, float] = {}
+    for traffic in promised:
+        wanted[traffic.op] = wanted.get(traffic.op, 0) + traffic.wire_bytes(backend)
+    got: dict[str, float] = {}
+    for row in table:
+        got[row["op"]] = got.get(row["op"], 0) + (row["wire_bytes"] or 0)
+    parts = [
+        f"{op} {got.get(op, 0):,.0f} instead of {wanted.get(op, 0):,.0f}"
+        for op in sorted(set(wanted) | set(got))
+        if got.get(op, 0) != wanted.get(op, 0)
+    ]
+    reductions = ("all_reduce", "reduce_scatter")
+    more = sum(got.get(op, 0) for op in reductions) > sum(wanted.get(op, 0) for op in reductions)
+    cause = (
+        "gradients are reduced more often than configured (a no_sync that does nothing?)"
+        if more
+        else "units that are not used in every step, or parameters gathered more or less often than configured"
+    )
+    return (
+        f"a rank sends {ledger:,.0f} bytes a step, the formula says {formula:,.0f}: {'; '.join(parts)}; likely: {cause}"
+    )
+
+
+def _interface(ranks: Ranks) -> float | None:
+    """Bytes that each rank sent a step; the counter of a host has all of its ranks."""
+    takes: list[Take] = ranks[0].takes
+    counted = [take.network_bytes for take in takes if take.network_bytes is not None]
+    return statistics.median(counted) / len(ranks) if counted else None
+
+
+def _peak(measurement: Measurement, column: str) -> int | None:
+    values = [take.memory[column] for take in measurement.takes if column in take.memory]
+    return max(values) if values else None
+
+
+def _memory(ranks: Ranks, column: str) -> dict[str, Any]:
+    """The largest rank's."""
+    peaks = [_peak(measurement, column) for measurement in ranks]
+    known = [peak for peak in peaks if peak is not None]
+    if len(known) < len(peaks):
+        reason = next((m.unavailable[column] for m in ranks if column in m.unavailable), "not read on every rank")
+        return {"bytes": None, "rank": None, "meter": None, "reason": reason}
+    return {"bytes": max(known), "rank": peaks.index(max(known)), "meter": ranks[0].meters[column], "reason": None}
+
+
+def _by_kind(tracked: Sequence[Tracked]) -> dict[str, Any]:
+    """Of the rank with the largest sum."""
+    known = [t.memory for t in tracked if t.memory is not None]
+    if not known or len(known) < len(tracked):
+        reason = next((t.reasons["memory"] for t in tracked if "memory" in t.reasons), "window.track=false")
+        return {"memory_by_kind": None, "memory_by_kind_reason": reason}
+    return {"memory_by_kind": max(known, key=lambda kinds: sum(kinds.values())), "memory_by_kind_reason": None}
+
+
+# --- FLOPs
+
+
+def _flops(config: Config, tracked: Sequence[Tracked]) -> dict[str, Any]:
+    form = flops.closed_form(config)
+    counted = [t.flops for t in tracked if t.flops is not None]
+    if not counted or len(counted) < len(tracked):
+        reason = next((t.reasons["flops"] for t in tracked if "flops" in t.reasons), "window.track=false")
+        return {"per_step": form, "meter": "closed form" if form else None, "closed_form": form, "reason": reason}
+    return {"per_step": sum(counted), "meter": "torch FlopCounterMode, all ranks", "closed_form": form, "reason": None}
+
+
+def _mfu(
+    per_step: int | None, step_time: float | None, peak: tuple[float | None, str], rates: Sequence[float]
+) -> dict[str, Any]:
+    achieved = None if per_step is None or not step_time else per_step / step_time
+
+    def share(of: float | None, meter: str, reason: str) -> dict[str, Any]:
+        if achieved is None or of is None:
+            return {"value": None, "peak": of, "meter": meter, "reason": reason}
+        return {"value": achieved / of, "peak": of, "meter": meter, "reason": None}
+
+    known, source = peak
+    measured = sum(rates) if rates else None
+    unknown = "FLOPs of a step are not known" if achieved is None else source
+    return {
+        "mfu": share(None if known is None else known * max(1, len(rates)), source, unknown),
+        "mfu_calibrated": share(
+            measured, "square matrix products in the compute dtype on all ranks at once", "not calibrated"
+        ),
+    }
