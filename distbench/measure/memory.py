@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distbench.measure.phases import STEP
@@ -162,7 +162,8 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of distinct CPU storages; a gradient counts with its parameter, a wrapper (DTensor) by what it wraps."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        for part in (tensor, tensor.grad if tensor.is_leaf else None):
+        # Only of parameters: asking a view whose base was changed in place about its history raises (FSDP1's flat views).
+        for part in (tensor, tensor.grad if issubclass(type(tensor), nn.Parameter) else None):
             if part is None or part.device.type != "cpu" or part.layout is not torch.strided:
                 continue
             if is_traceable_wrapper_subclass(part):

@@ -1,0 +1,193 @@
+"""The window on real ranks: bytes by two ways, memory by two meters, waits where they belong."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distbench.build import build_trainer, set_determinism
+from distbench.config import AdamW, BlockWrap, Config, DDPStrategy, FSDP2Strategy, NoWrap, SizeWrap, Window
+from distbench.launching.world import World
+from distbench.measure.measuring import own_traffic
+from distbench.measure.section import section
+from distbench.measure.tracked import track
+from distbench.measure.window import Window as Measuring
+from distbench.measure.window import planned
+from tests.configs import small
+from tests.distributed import run_distributed
+from tests.steps import ONE_PROCESS
+
+WINDOW = Window(measured=3, reference=2, repeats=1)
+
+
+def measured(world: World, config: Config, slow: dict[int, float], data: float = 0.0) -> dict[str, Any]:
+    """The record's section. `slow`: seconds that a rank sleeps in each forward; `data`: that loading takes."""
+    set_determinism(config, 1)
+    trainer = build_trainer(config, world)[0]
+    around = trainer.batches.micro_batches
+
+    def loading(step: int) -> Any:
+        time.sleep(data)
+        return around(step)
+
+    if data:
+        trainer.batches.micro_batches = loading  # type: ignore[method-assign]
+    if seconds := slow.get(world.rank):
+        trainer.module.register_forward_pre_hook(lambda *_: time.sleep(seconds))
+    trainer.run(until=3)
+    found = Measuring(config.window, trainer, None).measure(1, config.window.repeats)
+    syncs = config.accumulation if config.accumulation_sync else 1
+    promised = trainer.strategy.expected_traffic(trainer.module, config.accumulation, syncs)
+    tracked = track(trainer) if config.window.track else None
+    ranks, tracks = world.gather(found), world.gather(tracked)
+    backend = world.backend if world.size > 1 else None
+    return section(
+        config,
+        ranks,
+        tracks if config.window.track else [],
+        [*promised, *own_traffic(config, world.size)],
+        (None, "unknown"),
+        [1e9] * world.size,
+        backend,
+    )
+
+
+def config(strategy: str, **changes: Any) -> Config:
+    return small(strategy, hidden=13, layers=3, optimizer=AdamW(), steps=100, window=WINDOW, **changes)
+
+
+SYNCED: dict[str, Any] = {"accumulation": 3, "accumulation_sync": True}
+AUDITED: list[tuple[str, int, dict[str, Any]]] = [
+    ("ddp", 2, {}),
+    ("ddp", 3, {}),
+    ("ddp", 4, {"accumulation": 3}),
+    ("ddp", 2, SYNCED),
+    ("ddp", 2, {"precision": "fp16"}),
+    ("ddp", 3, {"precision": "bf16"}),
+    ("ddp", 2, {"strategy_options": DDPStrategy(find_unused_parameters=True)}),
+    ("ddp", 2, {"strategy_options": DDPStrategy(bucket_cap_mb=0.001, gradient_as_bucket_view=True)}),
+    ("fsdp", 2, {}),
+    ("fsdp", 3, {"accumulation": 2}),
+    ("fsdp", 4, {"precision": "bf16"}),
+    ("fsdp", 2, SYNCED),
+    ("fsdp", 3, {"wrap": SizeWrap(min_num_params=300)}),
+    ("fsdp", 2, {"wrap": NoWrap()}),
+    ("fsdp-flat", 3, {}),
+    ("fsdp-grad-op", 2, {}),
+    ("fsdp-grad-op", 2, {"accumulation": 3}),
+    ("fsdp-grad-op", 2, SYNCED),
+    ("fsdp-no-shard", 3, {}),
+    ("fsdp2", 2, {}),
+    ("fsdp2", 3, {"accumulation": 2}),
+    ("fsdp2", 4, {"precision": "fp16"}),
+    ("fsdp2", 2, SYNCED),
+    ("fsdp2", 2, {"wrap": NoWrap()}),
+    ("fsdp2", 4, {"wrap": SizeWrap(min_num_params=300)}),
+    ("fsdp2-keep", 3, {}),
+    ("fsdp2-keep", 2, {"accumulation": 3}),
+    ("fsdp2", 4, {"strategy_options": FSDP2Strategy(reshard_after_forward=2)}),
+    ("fsdp2", 4, {"strategy_options": FSDP2Strategy(reshard_after_forward=2), "precision": "bf16"}),
+]
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "changes"), AUDITED, ids=lambda value: str(value)[:60])
+def test_the_ledger_is_the_formula(strategy: str, ranks: int, changes: dict[str, Any]) -> None:
+    changes = {"wrap": BlockWrap(), **changes}
+    options = changes.pop("strategy_options", None)
+    wanted = config(strategy, **changes)
+    if options is not None:
+        wanted = replace(wanted, strategy=options)
+    found = run_distributed(measured, ranks, wanted, {})[0]
+    audit = found["bytes"]
+    assert audit["warnings"] == [] and audit["ledger"] == audit["formula"] > 0, audit
+    assert found["accepted"] or found["reason"]
+    ops = {row["op"] for row in found["collectives"]}
+    if strategy.startswith("fsdp") and strategy != "fsdp-no-shard":
+        assert {"all_gather", "reduce_scatter"} <= ops, (
+            "Gloo's all-reduce is told from the reduce-scatter it stands for"
+        )
+        row = next(row for row in found["collectives"] if row["op"] == "reduce_scatter")
+        assert row["backend_op"] == "all_reduce" and row["wire_bytes"] == 2 * row["logical_bytes"]
+    for row in found["collectives"]:
+        assert row["transfer"] > 0 and row["wait"] >= 0 and row["calls"] >= 1
+
+
+def test_a_no_sync_that_does_nothing_is_named() -> None:
+    wanted = config("ddp", accumulation=3)
+    found = run_distributed(unsynced_spoiled, 2, wanted)[0]
+    assert found["bytes"]["ledger"] > found["bytes"]["formula"]
+    assert "gradients are reduced more often than configured" in found["bytes"]["warnings"][0]
+
+
+def unsynced_spoiled(world: World, wanted: Config) -> dict[str, Any]:
+    from contextlib import nullcontext
+
+    from distbench.strategies.ddp import DDP
+
+    DDP.backward_sync = lambda self, module, sync: nullcontext()  # type: ignore[method-assign]
+    return measured(world, wanted, {})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2), ("fsdp2-keep", 2), ("ddp", 3)]
+)
+def test_the_tensor_peak_is_the_memory_trackers(strategy: str, ranks: int) -> None:
+    wanted = config(strategy)
+    found = measured(ONE_PROCESS, wanted, {}) if ranks == 1 else run_distributed(measured, ranks, wanted, {})[0]
+    tracked = sum(found["memory_by_kind"].values())
+    assert found["memory"]["peak_allocated"]["bytes"] == pytest.approx(tracked, rel=0.01)
+
+
+def test_a_slow_loader_is_data_wait_and_nothing_else() -> None:
+    found = run_distributed(measured, 2, config("ddp"), {}, 0.02)[0]
+    assert found["data_wait"]["median"] == pytest.approx(0.02, abs=0.002)
+    assert found["split"]["data"] == pytest.approx(0.02, abs=0.002)
+    assert found["exposed_comm"]["median"] < 0.015
+
+
+def test_a_slow_rank_is_wait_on_the_others_and_not_transfer() -> None:
+    found = run_distributed(measured, 2, config("ddp"), {1: 0.05})[0]
+    gradients = next(row for row in found["collectives"] if row["dtype"] == "float32")
+    assert gradients["wait"] > 0.04 and gradients["transfer"] < 0.02
+    waits = [row["exposed_comm"] for row in found["ranks"]]
+    assert waits[0] > 0.04, "rank 0 waits for the slow one"
+
+
+def test_flops_are_the_closed_form() -> None:
+    found = run_distributed(measured, 2, config("fsdp2", accumulation=2), {})[0]
+    assert found["flops"]["per_step"] == found["flops"]["closed_form"] > 0
+    assert found["mfu"]["value"] is None and found["mfu"]["reason"] == "unknown"
+    assert found["mfu_calibrated"]["value"] == pytest.approx(
+        found["flops"]["per_step"] / found["step_time"]["median"] / 2e9
+    )
+
+
+def test_steps_are_training_steps_and_observers_hear_of_each_once() -> None:
+    from distbench.trainer import Observer, StepMetrics, Trainer
+
+    heard: list[int] = []
+
+    class Ear(Observer):
+        def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
+            heard.append(metrics.step)
+
+    trainer = build_trainer(config("single"), ONE_PROCESS)[0]
+    trainer.observers = [Ear()]
+    Measuring(WINDOW, trainer, None).measure(2, 2)
+    assert heard == list(range(1, 1 + 2 + 2 * (1 + 3 + 2))) and trainer.step == heard[-1]
+
+
+@pytest.mark.parametrize(
+    ("done", "steps", "expected"),
+    [(3, 40, (1, 3)), (3, 15, (1, 1)), (3, 26, (1, 2)), (1, 40, (2, 3)), (3, 14, (0, 0)), (0, 3, (0, 0))],
+)
+def test_windows_take_what_steps_there_are(done: int, steps: int, expected: tuple[int, int]) -> None:
+    warm_up, repeats, reason = planned(Window(), done, steps)
+    assert (warm_up, repeats) == expected
+    assert (reason is None) == (repeats > 0)
+    if reason:
+        need = int(reason.rpartition("steps=")[2].split()[0])
+        assert planned(Window(), done, need)[1] == 1 and planned(Window(), done, need - 1)[1] == 0
