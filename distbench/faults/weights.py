@@ -86,7 +86,7 @@ class ShardsSwapped(CatalogueFault):
     why_not = "under DDP every rank loads the whole parameter"
     overrides = ("model.hidden_dim=16",)
     overrides_on: ClassVar = {"fsdp": ("strategy.use_orig_params=false",)}
-    checks = ("loss", "gradients")
+    checks = ("weights_held",)
     diagnosis = ("later_steps",)
 
     def __init__(self, after: int = 1) -> None:
@@ -132,3 +132,61 @@ class WeightsInBf16(CatalogueFault):
                 local.copy_(local.bfloat16())
 
         trainer.optimizer.register_step_post_hook(rounded)
+
+
+class RowsZeroed(CatalogueFault):
+    """Embedding rows that no rank's batch reads are zeroed between two steps.
+
+    A resize or a partial load gone wrong: the step's loss and gradients are right to the bit, and only the weights
+    themselves show it. Any strategy.
+    """
+
+    overrides = ("model=simple_text", "model.vocab_size=19", "loss=cross_entropy", "global_batch=4", "model.seq_len=2")
+    checks = ("weights_held",)
+    location = ("embedding.weight",)
+    diagnosis = ("later_steps",)
+
+    def __init__(self, after: int = 1) -> None:
+        """`after`: optimizer steps done when it happens."""
+        self.after = after
+
+    def install(self, trainer: Trainer) -> None:
+        def micro_batches(original: Callable[[int], list[Batch]], step: int) -> list[Batch]:
+            batches = original(step)
+            if step == self.after:
+                self._zero(trainer, batches)
+            return batches
+
+        around(trainer.batches, "micro_batches", micro_batches)
+
+    @staticmethod
+    @torch.no_grad()
+    def _zero(trainer: Trainer, batches: list[Batch]) -> None:
+        own = sorted({int(token) for batch in batches for token in batch.inputs.reshape(-1)})
+        used = sorted({token for ids in trainer.world.gather(own) for token in ids})
+        for slot in trainer.strategy.slots(trainer.module):
+            if slot.name == "embedding.weight" and slot.numel:
+                keep = torch.zeros(slot.shape)
+                keep[used] = 1
+                slot.cut(trainer.strategy.local(slot.parameter.detach())).mul_(slot.slice_of(keep))
+
+
+class WeightsOff(CatalogueFault):
+    """Every weight of one parameter is off by two units in the last place after the first step.
+
+    A cast to and from another format, or a kernel of another build: alike on every rank. Any strategy; fp32 master
+    weights.
+    """
+
+    checks = ("update",)
+    location = ("layers.0.mlp.0.weight",)
+    diagnosis = ("optimizer",)
+
+    def install(self, trainer: Trainer) -> None:
+        def step(original: Callable[[], None]) -> None:
+            original()
+            for slot in trainer.strategy.slots(trainer.module):
+                if trainer.step == 0 and slot.name == self.location[0] and slot.numel:
+                    slot.cut(trainer.strategy.local(slot.parameter.detach())).view(torch.int32).bitwise_xor_(2)
+
+        around(trainer.optimizer, "step", step)

@@ -79,8 +79,12 @@ def _cause(
         return "before_communication", f"precision: {check.detail}"
     if check.name in ("norm", "clip"):
         return "clipping", f"{check.detail}; clipped by a norm that is not the global gradient's"
+    if check.name == "weights_held":
+        return "later_steps", f"weights changed outside the optimizer: {check.detail}"
+    if check.name == "trajectory":
+        return "later_steps", f"a fault that came in the free step alone: {check.detail}"
     if check.name == "coverage":
-        return "later_steps", f"the run did not start at its first step: {check.detail}"
+        return ("later_steps" if "never run" in check.detail else "scale"), check.detail
     if check.name in ("scale", "next_scale"):
         return ("later_steps" if later else "scale"), f"loss scaler: {check.detail}"
     if check.name == "representable":

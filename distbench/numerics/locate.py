@@ -27,6 +27,8 @@ FOUND_BEFORE = ("structure", "initial_weights", "initial_buffers", "samples", "d
 """Checks that name the place themselves and come before any computation."""
 
 FOUND_AFTER = (
+    "weights_held",
+    "trajectory",
     "scale",
     "representable",
     "plain_sgd",

@@ -101,12 +101,14 @@ class ShadowOptimizer:
     @torch.no_grad()
     def check_update(self, trainer: Trainer, norm: float) -> dict[str, float]:
         """Step the shadow as the trainer should have, and return the parameters that ended elsewhere, with their
-        largest error over what the roundings of one elementwise update can explain.
+        largest error over what the roundings of one elementwise update can explain. `norm`: what the run clipped by.
 
-        The allowance: 4 u |p| for the final additions and 64 u |update| for the chain of products, quotients and a root
-        that makes the update (fewer than 32 operations in torch's AdamW, each off by at most u, in both computations).
-        Where u |p| is more than an update (bf16 parameters), no element tells a step from none, but together they do:
-        rounding moves few of them, and never half of the update's norm.
+        On CPU none is owed: the same optimizer with the same numbers gives the same bits, whatever the sharding. The
+        allowance elsewhere, where kernels may contract products and sums otherwise for another layout: 4 u |p| for the
+        final additions and 64 u |update| for the chain of products, quotients and a root that makes the update (fewer
+        than 32 operations in torch's AdamW, each off by at most u, in both computations). Where u |p| is more than an
+        update (bf16 parameters), no element tells a step from none, but together they do: rounding moves few of them,
+        and never half of the update's norm.
         """
         before = [own.detach().clone() for own in self.copies]
         self.learning_rate = self.schedule.get_last_lr()[0]
@@ -125,12 +127,14 @@ class ShadowOptimizer:
             here, there = self._own(slot, trainer), own.detach()
             if torch.equal(here, there):  # the usual case; what follows takes ten passes over the parameter
                 continue
+            exact = here.device.type == "cpu"
             u = unit_roundoff(here.dtype)
             update = (there - start).abs()
             allowed = 4 * u * torch.maximum(here.abs(), start.abs()) + 64 * u * update
             error = (here - there).abs()
             both_nan = here.isnan() & there.isnan()
-            bad = ~((error <= allowed) & here.isfinite()) & ~both_nan & ~(here == there)
+            legal = torch.zeros_like(error, dtype=torch.bool) if exact else (error <= allowed) & here.isfinite()
+            bad = ~legal & ~both_nan & ~(here == there)
             if bool(bad.any()):
                 ratio = error[bad] / allowed[bad].clamp_min(torch.finfo(here.dtype).tiny)
                 wrong[slot.name] = float(torch.nan_to_num(ratio, nan=math.inf).max())
