@@ -5,21 +5,26 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-
-def _counter() -> Path | None:
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    path = Path("/sys/class/net") / name / "statistics" / "tx_bytes"
-    return path if name and path.exists() else None
+TABLE = Path("/proc/self/net/dev")
+"""Of this process's namespace (proc(5)); the files under /sys/class/net are of the one in which sysfs was mounted."""
+SENT_COLUMN = 8
 
 
 def unavailable() -> str | None:
     """Why there is no counter to read, or None."""
-    if _counter() is None:
+    if bytes_sent() is None:
         name = os.environ.get("GLOO_SOCKET_IFNAME")
         return f"no counter for interface {name}" if name else "GLOO_SOCKET_IFNAME names no interface"
     return None
 
 
 def bytes_sent() -> int | None:
-    counter = _counter()
-    return None if counter is None else int(counter.read_text())
+    """Of the interface that GLOO_SOCKET_IFNAME names, since it was made."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME")
+    if not name or not TABLE.exists():
+        return None
+    for line in TABLE.read_text().splitlines():
+        interface, colon, counters = line.partition(":")
+        if colon and interface.strip() == name:
+            return int(counters.split()[SENT_COLUMN])
+    return None
