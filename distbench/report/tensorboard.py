@@ -16,6 +16,7 @@ class TensorBoardLog(Observer):
 
     def __init__(self, folder: RunFolder) -> None:
         self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
+        self._writer.add_custom_scalars(LAYOUT)
 
     def histograms(self) -> Histograms:
         return Histograms(self._writer)
@@ -49,16 +50,60 @@ class TensorBoardLog(Observer):
                 self._writer.add_scalar(f"numerics/parallel_error_{row['mode']}", row["worst_relative_l2"], row["step"])
         if gate.get("precision_error") is not None:
             self._writer.add_scalar("numerics/precision_error", gate["precision_error"], 1)
+        window = window_scalars(record.get("window"))
+        self.write(window, record["result"]["steps"])
         outcomes = {
-            **record["result"],
-            "worst_margin": gate.get("worst_margin"),
+            "gate_margin": gate.get("worst_margin"),
             "parallel_error": gate.get("parallel_error"),
             "precision_error": gate.get("precision_error"),
+            **{tag.removeprefix("window/"): value for tag, value in window.items() if tag in HEADLINES},
+            **record["result"],
         }
         metrics = {f"hparam/{name}": value for name, value in outcomes.items() if isinstance(value, int | float)}
         # run_name "." keeps the row in this run instead of making a sub-run of its own.
         self._writer.add_hparams(hparams(record), metrics, run_name=".")
         self._writer.close()
+
+
+HEADLINES = ("window/memory/peak_allocated", "window/exposed_comm", "window/step_time", "window/tokens_per_second")
+"""Of the window, what the hparams table shows."""
+
+LAYOUT = {
+    "loss": {"loss": ["Multiline", ["^train/loss$"]], "gradient norm": ["Multiline", ["^train/grad_norm$"]]},
+    "numerics": {
+        "margin of the gate": ["Multiline", ["^numerics/worst_margin_"]],
+        "parallel error": ["Multiline", ["^numerics/parallel_error_"]],
+        "precision error": ["Multiline", ["^numerics/precision_error$"]],
+    },
+    "memory": {"peak": ["Multiline", ["^window/memory/"]], "by kind": ["Multiline", ["^window/memory_by_kind/"]]},
+    "communication": {
+        "busy and exposed": ["Multiline", ["^window/comm_busy$", "^window/exposed_comm$"]],
+        "overlap": ["Multiline", ["^window/overlap$"]],
+        "bytes a rank sends": ["Multiline", ["^window/bytes/"]],
+    },
+    "time": {
+        "step": ["Multiline", ["^time/step_seconds$", "^window/step_time$"]],
+        "split": ["Multiline", ["^window/split/"]],
+        "tokens/s": ["Multiline", ["^time/tokens_per_second$"]],
+    },
+}
+"""The custom-scalars page: what a decision needs, over all runs."""
+
+
+def window_scalars(window: dict[str, Any] | None) -> dict[str, float]:
+    """The measured figures of the record's `window` by tag; the tags are the record's keys. Empty for a rejected one."""
+    if window is None or not window["accepted"]:
+        return {}
+    found: dict[str, Any] = {
+        f"window/{name}": window[name]["median"]
+        for name in ("step_time", "tokens_per_second", "data_wait", "comm_busy", "exposed_comm", "overlap", "overhead")
+    }
+    found |= {f"window/split/{name}": value for name, value in window["split"].items() if name != "rank"}
+    found |= {f"window/memory/{name}": value["bytes"] for name, value in window["memory"].items()}
+    found |= {f"window/memory_by_kind/{name}": value for name, value in (window["memory_by_kind"] or {}).items()}
+    found |= {f"window/bytes/{name}": window["bytes"][name] for name in ("formula", "ledger", "interface")}
+    found |= {f"window/{name}": window[name]["value"] for name in ("mfu", "mfu_calibrated")}
+    return {tag: float(value) for tag, value in found.items() if value is not None}
 
 
 class Histograms(Observer):
