@@ -16,6 +16,7 @@ from distbench.errors import ConfigError, DistbenchError, ExitCode
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("distbench.diff", "what differs between two runs, where first, why"),
+    "rank": ("distbench.rank", "decision table from the records of runs"),
     "selftest": ("distbench.selftest", "inject known bugs, show that each is caught"),
 }
 """Subcommand -> (module with `main(argv) -> exit code`, what it does)."""
