@@ -65,14 +65,20 @@ def legend(kinds: Iterable[str]) -> str:
     return f'<p class="legend">{"".join(items)}</p>'
 
 
-def bars(label: str, rows: Sequence[Bar], text: Callable[[float], str]) -> str:
-    """Stacked horizontal bars on one scale from zero; `text` writes a value with its unit."""
+def bars(label: str, rows: Sequence[Bar], text: Callable[[float], str], base: int = 10) -> str:
+    """Stacked horizontal bars on one scale from zero; `text` writes a value with its unit.
+
+    With `base` 1024 the axis has round numbers of KiB, MiB or GiB.
+    """
     longest = max((row.length for row in rows), default=0.0)
     if not longest > 0 or not math.isfinite(longest):
         return '<p class="dim">nothing to show</p>'
     height = ROW * len(rows) + FOOT
     scale = (WIDTH - LABEL - TOTAL) / longest
-    parts = [_axis(ticks(0, longest, 6), lambda value: LABEL + value * scale, height, text)]
+    unit = float(base ** math.floor(math.log(longest, base)))
+    parts = [
+        _axis([tick * unit for tick in ticks(0, longest / unit, 6)], lambda value: LABEL + value * scale, height, text)
+    ]
     for index, row in enumerate(rows):
         top = index * ROW + 4
         parts.append(_text(LABEL - 8, top + 12, plain(row.name)[:34], "end", "name"))

@@ -36,10 +36,11 @@ class Row:
 
 def decision_rows(ranking: Ranking) -> list[Row]:
     """The choice, the other candidates by step time, then what cannot be ranked and why."""
-    return [*map(_candidate_row, ranking.candidates), *map(_unranked_row, ranking.unranked)]
+    return [*map(candidate_row, ranking.candidates), *map(_unranked_row, ranking.unranked)]
 
 
-def _candidate_row(candidate: Candidate) -> Row:
+def candidate_row(candidate: Candidate) -> Row:
+    """A candidate's line of the table."""
     median, low, high = (1e3 * value for value in candidate.step_time)
     verdict = "chosen" if candidate.chosen else candidate.versus.verdict if candidate.versus else "not eligible"
     cells = {

@@ -12,7 +12,17 @@ from typing import Any
 
 from distbench.errors import RunFolderError
 from distbench.report.charts import KINDS, NUM_COLOURS, Bar, Span, bars, legend, timeline
-from distbench.report.decision import COLUMNS, LEGEND, NUMERIC, Row, decision_rows, headline, other_lines
+from distbench.report.decision import (
+    COLUMNS,
+    LEGEND,
+    NUMERIC,
+    Row,
+    candidate_row,
+    decision_rows,
+    headline,
+    other_lines,
+    short_name,
+)
 from distbench.report.diff_console import plain
 from distbench.report.page import document
 from distbench.report.svg import MAX_POINTS, Plot, padded, ticks
@@ -21,6 +31,8 @@ from distbench.runs.folder import read_record
 from distbench.runs.rank import Candidate, Ranking, gib
 from distbench.runs.sides import number_of, read_losses, read_text
 
+SHOWN = tuple(column for column in COLUMNS if column != "verdict")
+"""The reason says it."""
 MAX_ROWS = 2000
 """Of the decision's table; the rest is counted, and in decision.json."""
 MAX_BARS = 40
@@ -39,8 +51,15 @@ STYLE = """
 polyline.k0,polyline.k1,polyline.k2,polyline.k3,polyline.k4,polyline.k5,polyline.k6 { fill:none; background:none }
 polyline.k0{stroke:var(--k0)} polyline.k1{stroke:var(--k1)} polyline.k2{stroke:var(--k2)} polyline.k3{stroke:var(--k3)}
 polyline.k4{stroke:var(--k4)} polyline.k5{stroke:var(--k5)} polyline.k6{stroke:var(--k6)}
-body { max-width:1240px } caption { text-align:left; color:var(--dim); padding-bottom:4px } table { font-size:13px }
-td,th { white-space:nowrap } td.why { white-space:normal; min-width:260px } tr.chosen td { background:var(--card);
+polyline.k1{stroke-dasharray:14 6} polyline.k2{stroke-dasharray:8 8} polyline.k3{stroke-dasharray:3 9}
+polyline.k4{stroke-dasharray:10 12} polyline.k5{stroke-dasharray:5 15} polyline.k6{stroke-dasharray:2 18}
+body { max-width:1360px }
+h3 { font-size:14px; margin:14px 0 4px } caption { text-align:left; color:var(--dim); padding-bottom:4px }
+table { font-size:13px }
+td,th[scope=row] { white-space:nowrap }
+th { vertical-align:bottom } td.why { white-space:normal; min-width:260px }
+tbody th { vertical-align:top }
+tr.chosen td { background:var(--card);
   font-weight:600 } tr.unranked td { color:var(--dim) } td[title] { cursor:help } section { break-inside:avoid }
 dl { display:grid; grid-template-columns:auto 1fr; gap:2px 14px; margin:6px 0 } dt { color:var(--dim) } dd { margin:0 }
 @media print { :root { color-scheme:light; --fg:#000; --dim:#444; --bg:#fff; --card:#f4f4f4; --line:#ccc; --k0:#3b6fb6;
@@ -61,13 +80,15 @@ def to_html(ranking: Ranking, title: str) -> str:
         _lines(other_lines(ranking)),
         _table(ranking),
         _meters(ranking.candidates),
-        _bar_section("Time", "where a step's time goes, slowest rank, in ms", details, _Detail.time_bars, _ms),
+        _front(ranking.candidates),
+        _bar_section("Time", "where a step's time goes, slowest rank, in ms", details, _Detail.time_bars, _ms, 10),
         _bar_section(
             "Memory",
             "by kind at the peak of a tracked step, and below it as predicted",
             details,
             _Detail.memory_bars,
             gib,
+            1024,
         ),
         _scaling(ranking.candidates),
         _losses(details),
@@ -100,7 +121,7 @@ def _table(ranking: Ranking) -> str:
     rows = decision_rows(ranking)
     if not rows:
         return ""
-    head = "".join(f'<th scope="col" class="{"n" if c in NUMERIC else ""}">{_e(c)}</th>' for c in (*COLUMNS, "why"))
+    head = "".join(f'<th scope="col" class="{"n" if c in NUMERIC else ""}">{_e(c)}</th>' for c in (*SHOWN, "why"))
     lines = "".join(map(_table_row, rows[:MAX_ROWS]))
     rest = f'<p class="dim">and {len(rows) - MAX_ROWS} more, in decision.json</p>' if len(rows) > MAX_ROWS else ""
     rule = f"rule: {ranking.decide.rule.name}. {LEGEND.replace('   ', '; ')}"
@@ -113,7 +134,7 @@ def _table(ranking: Ranking) -> str:
 def _table_row(row: Row) -> str:
     figures = _figures(row.candidate) if row.candidate else {}
     cells = []
-    for column in COLUMNS:
+    for column in SHOWN:
         hint = _hint(figures[column]) if column in figures else ""
         kind = "n" if column in NUMERIC else ""
         text = _e(row.cells[column])
@@ -159,6 +180,29 @@ def _meters(candidates: list[Candidate]) -> str:
     return f"<details><summary>Meters</summary><dl>{items}</dl></details>"
 
 
+def _front(candidates: list[Candidate]) -> str:
+    """Step time against peak memory: what a choice is between."""
+    points = [(c, 1e3 * c.step_time[0], c.memory.value / 2**20) for c in candidates if c.memory.value is not None]
+    if len(points) < 2:
+        return ""
+    step = max(1, -(-len(points) // MAX_POINTS))
+    points = [point for index, point in enumerate(points) if index % step == 0 or point[0].pareto]
+    x_range, y_range = padded(x for _, x, _ in points), padded(y for _, _, y in points)
+    plot = Plot.frame("peak memory in MiB over step time in ms", x_range, y_range)
+    for candidate, x, y in reversed(points):  # the choice last, on top
+        kind = "k2" if candidate.chosen else "k0" if candidate.pareto else "k6"
+        name = short_name(candidate.name) if candidate.pareto or len(points) <= 20 else ""
+        plot.dot(x, y, kind, f"{plain(candidate.name)}: {x:.4g} ms, {y:,.4g} MiB; {plain(candidate.reason)}", name)
+    plot.x_ticks((tick, f"{tick:.6g}") for tick in ticks(*x_range, count=8))
+    plot.x_title("step time in ms")
+    items = (("k2", "chosen"), ("k0", "on the Pareto front"), ("k6", "dominated beyond noise, or memory not compared"))
+    named = "".join(f'<span><i class="{kind}"></i>{text}</span>' for kind, text in items)
+    return (
+        "<section><h2>Step time and memory</h2><p class='dim'>peak memory in MiB over step time in ms</p>"
+        f'<p class="legend">{named}</p>{plot}</section>'
+    )
+
+
 # --- one candidate's own record
 
 
@@ -179,7 +223,7 @@ class _Detail:
     def label(self) -> str:
         """As the table names it."""
         labels = self.candidate.labels
-        return f"{_number_of(self.candidate)} {labels['strategy']} {labels['precision']}"
+        return f"{short_name(self.candidate.name)} {labels['strategy']} {labels['precision']}"
 
     def time_bars(self) -> list[Bar]:
         split = _tree(self.window.get("split"))
@@ -228,7 +272,7 @@ class _Detail:
         if not path.exists():
             return []
         try:
-            points = list(read_losses(path).by_step.items())
+            points = [(float(step), loss) for step, loss in read_losses(path).by_step.items()]
         except RunFolderError as error:
             self.problems.append(str(error))
             return []
@@ -237,12 +281,6 @@ class _Detail:
 
 
 MAX_GATE_BYTES = 64 * 2**20
-
-
-def _number_of(candidate: Candidate) -> str:
-    from distbench.report.decision import short_name
-
-    return short_name(candidate.name)
 
 
 def _tree(value: Any) -> dict[str, Any]:
@@ -290,6 +328,7 @@ def _bar_section(
     details: list[_Detail],
     of: Callable[[_Detail], list[Bar]],
     text: Callable[[float], str],
+    base: int,
 ) -> str:
     rows: list[Bar] = []
     for detail in details:
@@ -304,7 +343,7 @@ def _bar_section(
     table = f'<table><thead><tr><th scope="col">run</th>{head}<th scope="col" class="n">all</th></tr></thead>{lines}</table>'
     return (
         f"<section><h2>{heading}</h2><p class='dim'>{_e(explanation)}</p>{legend(kinds)}"
-        f"{bars(f'{heading}: {explanation}', rows, text)}</section>"
+        f"{bars(f'{heading}: {explanation}', rows, text, base)}</section>"
         f"<details><summary>{heading.lower()} in figures</summary><div class='scroll'>{table}</div></details>"
     )
 
@@ -413,6 +452,10 @@ def _margins(found: list[tuple[str, Any, float | None, float | None]]) -> str:
     return f'<p class="legend">{legend_}</p>{plot}'
 
 
+UNITS = {"exposed comm": " ms", "ms/step": " ms", "tokens/s": " tokens/s"}
+"""Behind figures whose column says them."""
+
+
 def _runs(details: list[_Detail], num_left: int) -> str:
     if not details:
         return ""
@@ -425,11 +468,15 @@ def _runs(details: list[_Detail], num_left: int) -> str:
 
 def _run(detail: _Detail) -> str:
     candidate = detail.candidate
+    cells = candidate_row(candidate).cells
     facts: list[tuple[str, object]] = [
         ("folders", ", ".join(run.name for run in candidate.runs)),
         ("reason", candidate.reason),
         ("gate", candidate.tier),
-        *((name, f"{_shown(figure)} ({_hint(figure)})") for name, figure in _figures(candidate).items()),
+        *(
+            (name, f"{cells[name]}{UNITS.get(name, '')} ({_hint(figure)})")
+            for name, figure in _figures(candidate).items()
+        ),
         *(("problem", problem) for problem in detail.problems),
     ]
     items = "".join(f"<dt>{_e(name)}</dt><dd>{_e(value)}</dd>" for name, value in facts)
@@ -438,10 +485,6 @@ def _run(detail: _Detail) -> str:
         f"<details{' open' if candidate.chosen else ''}><summary>{_e(candidate.name)}{mark}</summary><dl>{items}</dl>"
         f"<h3>One step</h3>{detail.timeline()}<h3>Gradients against the baseline</h3>{detail.gradients()}</details>"
     )
-
-
-def _shown(figure: Figure) -> str:
-    return "-" if figure.value is None else f"{figure.value:.6g}"
 
 
 def title_of(paths: Sequence[str], num_runs: int) -> str:
