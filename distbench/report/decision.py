@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distbench.errors import OutputError
 from distbench.report.diff_console import plain
-from distbench.runs.candidates import Figure, Run
+from distbench.runs.candidates import UNGATED, Figure, Run
 from distbench.runs.files import write_atomic, write_json
 from distbench.runs.rank import Candidate, Ranking, gib, to_json
 
@@ -60,7 +60,16 @@ def candidate_row(candidate: Candidate) -> Row:
 
 
 def _unranked_row(run: Run) -> Row:
-    """Its numerics are shown, its speed is not: throughput means nothing where the numbers may deviate."""
+    """Its numerics are shown, its speed is not: throughput means nothing where the numbers may deviate.
+
+    Of another tool's ungated row it is all there is, so that is shown.
+    """
+    figures = {
+        "peak memory": "-" if run.memory.value is None else gib(run.memory.value),
+        "exposed comm": number(run.exposed, "{:.3g}", 1e3),
+        "ms/step": number(run.step_time, "{:.4g}", 1e3),
+        "tokens/s": number(run.tokens, "{:,.0f}"),
+    }
     cells = dict.fromkeys(COLUMNS, "-") | {
         "": "  ",
         "run": short_name(run.name),
@@ -68,6 +77,7 @@ def _unranked_row(run: Run) -> Row:
         "gate": run.tier or "-",
         "parallel err": number(run.parallel_error, "{:.1e}"),
         "precision err": number(run.precision_error, "{:.1e}"),
+        **(figures if run.labels["from"] and run.excluded == UNGATED else {}),
         "verdict": plain((run.excluded or "").partition(":")[0])[:24],
     }
     return Row(cells, plain(run.excluded), ranked=False)

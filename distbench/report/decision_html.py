@@ -59,14 +59,14 @@ table { font-size:13px }
 td,th[scope=row] { white-space:nowrap }
 th { vertical-align:bottom } td.why { white-space:normal; min-width:260px }
 tbody th { vertical-align:top }
-tr.chosen td { background:var(--card);
+tr.chosen td,tr.chosen th { background:var(--card);
   font-weight:600 } tr.unranked td { color:var(--dim) } td[title] { cursor:help } section { break-inside:avoid }
 dl { display:grid; grid-template-columns:auto 1fr; gap:2px 14px; margin:6px 0 } dt { color:var(--dim) } dd { margin:0 }
 @media print { :root { color-scheme:light; --fg:#000; --dim:#444; --bg:#fff; --card:#f4f4f4; --line:#ccc; --k0:#3b6fb6;
     --k1:#57b5d8; --k2:#2f8f4e; --k3:#c9a227; --k4:#d9566a; --k5:#9a4a8f; --k6:#9aa1a9 }
   @page { size:A4 landscape; margin:12mm } body { max-width:none; padding:0; font-size:11px } table { font-size:9px }
   * { print-color-adjust:exact; -webkit-print-color-adjust:exact } svg,tr,details { break-inside:avoid }
-  .scroll { overflow:visible } td,th { white-space:normal; padding-right:6px } }
+  td.n { font-size:9px; white-space:nowrap } .scroll { overflow:visible } td,th { white-space:normal; padding-right:6px } }
 """
 
 

@@ -24,6 +24,7 @@ from distbench.runs.sides import number_of
 MAX_WINDOWS, MAX_STEPS = 64, 500
 """Step times kept of one run: its first windows, and every n-th step of longer ones."""
 MAX_REASON = 300
+UNGATED = "ungated"
 TIERS = ("bitwise", "bound", "noise", "tolerance")
 """Evidence a gate can pass with, strongest first."""
 
@@ -252,7 +253,7 @@ def _excluded(
         reason = _text(record.get("reason"))
         return f"{status}: {reason}" if reason else status
     if gate.get("passed") is not True or gate.get("tier") not in TIERS:
-        return "failed its gate" if gate.get("passed") is False or gate.get("tier") == "fail" else "ungated"
+        return "failed its gate" if gate.get("passed") is False or gate.get("tier") == "fail" else UNGATED
     fault = _tree(config.get("fault")).get("name", "none")
     if fault != "none":
         return f"has a deliberate fault: {_text(fault)}"
