@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,13 @@ class Row:
 
 def decision_rows(ranking: Ranking) -> list[Row]:
     """The choice, the other candidates by step time, then what cannot be ranked and why."""
-    return [*map(candidate_row, ranking.candidates), *map(_unranked_row, ranking.unranked)]
+    rows = [*map(candidate_row, ranking.candidates), *map(_unranked_row, ranking.unranked)]
+    names = [candidate.name for candidate in ranking.candidates] + [run.name for run in ranking.unranked]
+    known = Counter(map(short_name, dict.fromkeys(names)))
+    for name, row in zip(names, rows, strict=True):
+        if known[short_name(name)] > 1:  # cells of different sweeps
+            row.cells["run"] = row.cells["run"].replace(short_name(name), plain(name)[:28], 1)
+    return rows
 
 
 def candidate_row(candidate: Candidate) -> Row:

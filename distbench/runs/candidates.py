@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from distbench.config import digest
 from distbench.errors import RunFolderError
@@ -109,11 +110,11 @@ def read_runs(paths: Iterable[str | Path]) -> Reading:
     A record that cannot be read is one line in `unreadable`. Raises RunFolderError for a path that is not there.
     """
     reading = Reading()
-    seen: set[str] = set()
+    seen: set[tuple[int, int]] = set()
     with _uncollected():
         for folder, kind in (found for path in paths for found in _find(path)):
-            identity = os.path.realpath(folder)
-            if identity in seen:
+            status = folder.stat()
+            if (identity := (status.st_dev, status.st_ino)) in seen:
                 continue
             seen.add(identity)
             if kind == "duplicate":
@@ -279,13 +280,21 @@ def _windows(section: dict[str, Any], step_time: Figure) -> tuple[Windows, tuple
         samples = [samples[start : start + size] for start in range(0, len(samples), size)]
     kept, dropped = [], 0
     for window in samples[:MAX_WINDOWS]:
-        values = np.array([_sample(value) for value in window[:: -(-len(window) // MAX_STEPS) or 1]], dtype=np.float64)
-        good = values[np.isfinite(values) & (values > 0)]
+        values = _samples(window[:: -(-len(window) // MAX_STEPS) or 1])
+        good = values[(values > 0) & (values < math.inf)]
         dropped += len(values) - len(good)
         if len(good):
             kept.append(good)
     notes = (f"{dropped} step times are not positive numbers and left out",) if dropped else ()
     return tuple(kept) or (np.array([step_time.value]),), notes
+
+
+def _samples(values: list[Any]) -> NDArray[np.float64]:
+    """As numbers; NaN where there is none."""
+    try:
+        return np.array(values, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        return np.array([_sample(value) for value in values], dtype=np.float64)
 
 
 def _sample(value: Any) -> float:

@@ -190,16 +190,16 @@ def _window(row: dict[str, Any]) -> dict[str, Any]:
         "accepted": True,
         "reason": None,
         "step_time": {
-            **figure(median, "s", row.get("step_time_meter", "imported, unknown")),
+            **figure(median, "s", row.get("step_time_meter", "another tool's")),
             "samples": samples or ([] if median is None else [median]),
         },
         "tokens_per_second": figure(row.get("tokens_per_second"), "tokens/s", "imported"),
-        "exposed_comm": figure(row.get("exposed_comm_s"), "s", row.get("exposed_comm_meter", "imported, unknown")),
+        "exposed_comm": figure(row.get("exposed_comm_s"), "s", row.get("exposed_comm_meter", "another tool's")),
         "memory": {
             "peak_allocated": {
                 "bytes": row.get("peak_memory_bytes"),
                 "rank": None,
-                "meter": row.get("memory_meter", "imported, unknown"),
+                "meter": row.get("memory_meter", "another tool's"),
                 "reason": None if "peak_memory_bytes" in row else "not in the imported row",
             }
         },

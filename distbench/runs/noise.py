@@ -83,8 +83,7 @@ class StepTimes:
     def of(cls, candidates: Sequence[Sequence[Windows]]) -> StepTimes:
         """From each candidate's runs; every run has at least one positive step time."""
         runs = [run for candidate in candidates for run in candidate]
-        medians = np.log([float(np.median(np.concatenate(run))) for run in runs])
-        within = within_variances(runs)
+        medians, within = log_medians(runs)
         counts = np.array([len(candidate) for candidate in candidates])
         ends = np.cumsum(counts)
         by_candidate = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
@@ -123,32 +122,43 @@ class StepTimes:
         return Ratio(math.exp(value), math.exp(value - reach), math.exp(value + reach))
 
 
-def within_variances(runs: Sequence[Windows]) -> NDArray[np.float64]:
-    """Variance of the logarithm of each run's median, by a bootstrap over its windows and the steps in them.
+def log_medians(runs: Sequence[Windows]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Logarithm of each run's median, and its variance by a bootstrap over the run's windows and the steps in them.
 
     Runs of one shape share the draws, so that a run's figure does not depend on which others are ranked with it.
     """
-    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, run in enumerate(runs):
-        by_shape[len(run), min(len(window) for window in run)].append(index)
+        by_shape[tuple(map(len, run))].append(index)
     draws = max(50, min(DRAWS, 100_000 // max(1, len(runs))))
-    variances = np.zeros(len(runs))
-    for (num_windows, num_steps), members in by_shape.items():
-        if num_windows * num_steps == 1:
-            continue
-        random = np.random.default_rng(0)
-        windows = random.integers(num_windows, size=(draws, num_windows, 1))
-        steps = random.integers(num_steps, size=(draws, num_windows, num_steps))
-        picked = (windows * num_steps + steps).reshape(draws, -1)
+    medians, variances = np.zeros(len(runs)), np.zeros(len(runs))
+    for shape, members in by_shape.items():
+        picked = _draws(shape, draws)
+        # Resampling w windows shows (w - 1) / w of their variance.
+        few = len(shape) / (len(shape) - 1) if len(shape) > 1 else 1.0
         size = max(1, CHUNK // picked.size)
         for start in range(0, len(members), size):
             part = members[start : start + size]
-            samples = np.stack([np.concatenate([window[:num_steps] for window in runs[i]]) for i in part])
-            medians = np.median(samples[:, picked], axis=-1, overwrite_input=True)
-            # Resampling w windows shows (w - 1) / w of their variance.
-            few = num_windows / (num_windows - 1) if num_windows > 1 else 1.0
-            variances[part] = np.log(medians).var(axis=1, ddof=1) * few
-    return variances
+            samples = np.stack([np.concatenate(runs[index]) for index in part])
+            medians[part] = np.log(np.median(samples, axis=-1))
+            if samples.shape[1] > 1:
+                resampled = np.median(samples[:, picked], axis=-1, overwrite_input=True)
+                variances[part] = np.log(resampled).var(axis=1, ddof=1) * few
+    return medians, variances
+
+
+def _draws(shape: tuple[int, ...], draws: int) -> NDArray[np.int64]:
+    """Indices into the concatenated windows: `draws` rows of as many windows, each of its steps drawn with replacement.
+
+    Windows of unequal length are drawn as the shortest.
+    """
+    random = np.random.default_rng(0)
+    num_steps = min(shape)
+    starts = np.concatenate([[0], np.cumsum(shape)[:-1]]).astype(np.int64)
+    windows = random.integers(len(shape), size=(draws, len(shape), 1))
+    lengths = np.array(shape)[windows]
+    steps = (random.random((draws, len(shape), num_steps)) * lengths).astype(np.int64)
+    return (starts[windows] + steps).reshape(draws, -1)
 
 
 @cache

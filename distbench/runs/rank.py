@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -196,8 +197,8 @@ def _candidate(runs: list[Run]) -> Candidate:
         precision_error=_together([run.precision_error for run in runs], max),
         memory=memory,
         memory_low=None if memory.value is None else min(r.memory.value for r in runs if r.memory.value is not None),
-        exposed=_together([run.exposed for run in runs], lambda values: float(np.median(values))),
-        tokens=_together([run.tokens for run in runs], lambda values: float(np.median(values))),
+        exposed=_together([run.exposed for run in runs], statistics.median),
+        tokens=_together([run.tokens for run in runs], statistics.median),
         notes=[note for run in runs for note in run.notes],
     )
 
@@ -264,7 +265,7 @@ class _Decision:
         """Its peak, if it was measured as the others'."""
         figure = candidate.memory
         if figure.value is not None and figure.meter != self.meter:
-            return Figure(None, figure.meter, f"measured by {figure.meter}, the others by {self.meter}: not compared")
+            return Figure(None, figure.meter, f"measured by {figure.meter}, the others by {self.meter}")
         return figure
 
     def _front(self) -> None:
@@ -390,8 +391,7 @@ class _Decision:
             str(c.memory.meter) for c in self.candidates if c.memory.value is not None and c.memory.meter != self.meter
         )
         notes.extend(
-            f"{count} candidates' memory was measured by {meter}, not by {self.meter}, and is not compared"
-            for meter, count in others.items()
+            f"memory measured by {meter} ({count}) is not compared with {self.meter}" for meter, count in others.items()
         )
 
     def _sort(self) -> None:
@@ -427,7 +427,7 @@ def to_json(ranking: Ranking, root: Path | None = None) -> dict[str, Any]:
         return str(of.relative_to(root)) if root is not None and of.is_relative_to(root) else str(of)
 
     def figure(of: Figure) -> dict[str, Any]:
-        return asdict(of)
+        return {"value": of.value, "meter": of.meter, "reason": of.reason}
 
     def candidate(c: Candidate) -> dict[str, Any]:
         median, low, high = c.step_time
@@ -451,7 +451,7 @@ def to_json(ranking: Ranking, root: Path | None = None) -> dict[str, Any]:
             "tokens_per_second": figure(c.tokens),
             "pareto": c.pareto,
             "chosen": c.chosen,
-            "versus_choice": None if c.versus is None else {**asdict(c.versus), "verdict": c.versus.verdict},
+            "versus_choice": None if c.versus is None else {**vars(c.versus), "verdict": c.versus.verdict},
             "reason": c.reason,
             "notes": c.notes,
         }
