@@ -219,7 +219,7 @@ def _add_repeats(config: DictConfig) -> None:
     if config.sweep.repeats <= 1:
         return
     values = ",".join(str(number + 1) for number in range(config.sweep.repeats))
-    with flag_override(config, ["readonly", "struct"], [False, False]):
+    with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
         if config.sweep.order is Order.interleaved:
             config.hydra.sweeper.params = {"sweep.repeat": values, **(config.hydra.sweeper.params or {})}
         else:

@@ -177,6 +177,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gate__steps": 0}, "gate.steps=0 is too small"),
     ({"gate__tolerance": 0.0}, "gate.tolerance=0.0 must be positive; null uses the proven bound"),
     ({"gate__kappa": 0.0}, "gate.kappa=0.0 must be positive"),
+    # decide, sweep
+    ({"decide__rule": "fastest_within_memory"}, "decide=fastest_within_memory needs decide.memory_gib=..."),
+    ({"decide__memory_gib": 0.0}, "decide.memory_gib=0.0 must be positive, in GiB a rank"),
+    ({"decide__memory_gib": float("nan")}, "decide.memory_gib=nan must be positive"),
+    ({"decide__within_percent": -1.0}, "decide.within_percent=-1.0 must be a percentage from 0 on"),
+    ({"decide__rule": "best"}, "decide.rule"),
+    ({"sweep__repeats": 0}, "sweep.repeats=0 is too small"),
+    ({"sweep__repeat": 0}, "sweep.repeat=0 is too small"),
     ({"gate__max_replay": 1}, "2 ranks are more than gate.max_replay=1"),
     (
         {"strategy": FSDP, "strategy__sync_module_states": True},
@@ -481,6 +489,7 @@ def test_not_applicable() -> None:
         ({}, {"name": "another name", "output_dir": "elsewhere", "logging__histograms": True}),
         ({}, {"wrap_policy": {"name": "size"}, "prefetch__backward": "none"}),
         ({}, {"accumulation_sync": True}),
+        ({}, {"decide__rule": "smallest_within", "sweep__repeats": 3, "sweep__repeat": 2}),
         ({}, {"precision__scaler__init_scale": 8.0}),
         ({}, {"launch__nproc": 2, "launch__master_port": 1234}),
     ],

@@ -150,4 +150,4 @@ def _text(x: float, y: float, content: str, anchor: str = "middle", kind: str = 
 
 
 def _svg(label: str, height: int, parts: list[str]) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">{"".join(parts)}</svg>'
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(plain(label))}">{"".join(parts)}</svg>'

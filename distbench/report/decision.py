@@ -90,11 +90,15 @@ def _unranked_row(run: Run) -> Row:
     return Row(cells, plain(run.excluded), ranked=False)
 
 
+ROOM = {"strategy": 20, "precision": 14, "wrap": 10, "prefetch": 10, "acc": 5, "ranks": 6}
+"""Characters of each label: the table fits a page whatever a record says."""
+
+
 def _labels(labels: dict[str, str]) -> dict[str, str]:
     named = {**labels, "acc": labels["accumulation"]}
     if labels["from"]:
         named["strategy"] = f"{labels['strategy']} ({labels['from']})"
-    return {key: plain(named[key])[:24] for key in ("strategy", "precision", "wrap", "prefetch", "acc", "ranks")}
+    return {key: plain(named[key])[:room] for key, room in ROOM.items()}
 
 
 def short_name(name: str) -> str:
