@@ -326,13 +326,13 @@ OPTIONS = [
 JOINED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 RUNS = [
     "model=simple strategy=single precision=fp32 wrap_policy=size prefetch=none data=synthetic loss=mse "
-    "optimizer=adamw gate=off checkpoint=off launch=local",
+    "optimizer=adamw gate=off checkpoint=off launch=local decide=fastest",
     "model=simple_text strategy=ddp precision=bf16 wrap_policy=block prefetch=backward_post data=text "
-    "loss=cross_entropy optimizer=sgd gate=strict checkpoint=default",
-    "model=article strategy=fsdp precision=fp16 wrap_policy=none prefetch=backward_pre loss=sum gate=default",
+    "loss=cross_entropy optimizer=sgd gate=strict checkpoint=default decide=fastest_within_memory decide.memory_gib=2",
+    "model=article strategy=fsdp precision=fp16 wrap_policy=none prefetch=backward_pre loss=sum gate=default decide=smallest_within",
     "model=custom model._target_=a.b model.input_shape=[2] model.target_shape=[2] strategy=fsdp2 precision=fp64 "
     "wrap_policy=pattern wrap_policy.patterns=['a.*'] launch=torchrun",
-    "precision=bf16_autocast",
+    "precision=bf16_autocast decide=most_accurate_within",
     "precision=fp16_autocast",
 ]
 """Few compositions that together choose every option; each takes Hydra a third of a second."""
