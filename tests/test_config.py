@@ -329,7 +329,8 @@ RUNS = [
     "optimizer=adamw gate=off checkpoint=off launch=local decide=fastest",
     "model=simple_text strategy=ddp precision=bf16 wrap_policy=block prefetch=backward_post data=text "
     "loss=cross_entropy optimizer=sgd gate=strict checkpoint=default decide=fastest_within_memory decide.memory_gib=2",
-    "model=article strategy=fsdp precision=fp16 wrap_policy=none prefetch=backward_pre loss=sum gate=default decide=smallest_within",
+    "model=article strategy=fsdp precision=fp16 wrap_policy=none prefetch=backward_pre loss=sum gate=default "
+    "decide=smallest_within",
     "model=custom model._target_=a.b model.input_shape=[2] model.target_shape=[2] strategy=fsdp2 precision=fp64 "
     "wrap_policy=pattern wrap_policy.patterns=['a.*'] launch=torchrun",
     "precision=bf16_autocast decide=most_accurate_within",
