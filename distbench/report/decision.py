@@ -18,7 +18,7 @@ COLUMNS = (
     *("peak memory", "exposed comm", "ms/step", "tokens/s", "verdict"),
 )
 NUMERIC = ("ranks", "acc", "parallel err", "precision err", "peak memory", "exposed comm", "ms/step", "tokens/s")
-LEGEND = "> chosen   * on the Pareto front of step time and peak memory   exposed comm in ms a step   ±: 95 %"
+LEGEND = "> chosen   * on the Pareto front of step time and peak memory   exposed comm in ms a step   ms/step: median, 95 % interval"
 MAX_ROWS = 2000
 """Of decision.md's tables; decision.json has all."""
 
@@ -59,7 +59,7 @@ def candidate_row(candidate: Candidate) -> Row:
         "precision err": number(candidate.precision_error, "{:.1e}"),
         "peak memory": "-" if candidate.memory.value is None else gib(candidate.memory.value),
         "exposed comm": number(candidate.exposed, "{:.3g}", 1e3),
-        "ms/step": f"{median:.4g} ±{(high - low) / 2:.2g}",
+        "ms/step": f"{median:.4g} ({low:.3g} to {high:.3g})",
         "tokens/s": number(candidate.tokens, "{:,.0f}"),
         "verdict": verdict,
     }

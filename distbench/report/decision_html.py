@@ -242,6 +242,11 @@ class _Detail:
                 found.append(Bar(name, parts, total, meter, faint))
         return found if found and not found[0].faint else []
 
+    def missing(self) -> list[tuple[str, str]]:
+        """What the plots above leave out of this run, and why."""
+        reason = self.window.get("memory_by_kind_reason")
+        return [("memory by kind", f"missing: {reason}")] if reason and not self.memory_bars() else []
+
     def timeline(self) -> str:
         ranks = []
         for index, entry in enumerate(_rank_entries(self.window.get("timeline"))):
@@ -477,6 +482,7 @@ def _run(detail: _Detail) -> str:
             (name, f"{cells[name]}{UNITS.get(name, '')} ({_hint(figure)})")
             for name, figure in _figures(candidate).items()
         ),
+        *((name, reason) for name, reason in detail.missing()),
         *(("problem", problem) for problem in detail.problems),
     ]
     items = "".join(f"<dt>{_e(name)}</dt><dd>{_e(value)}</dd>" for name, value in facts)
