@@ -25,8 +25,8 @@ import resource, sys, time
 from distbench.__main__ import main
 start = time.perf_counter()
 code = main(sys.argv[1:])
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(code, time.perf_counter() - start, peak, file=sys.stderr)
+wall, usage = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF)
+print(code, wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, file=sys.stderr)
 """
 
 
@@ -112,13 +112,13 @@ def gate() -> dict[str, Any]:
     return {"schema": 1, "text": "gate PASSED", "gradients": rows}
 
 
-def measure(words: list[str]) -> tuple[float, float]:
-    """(seconds, peak resident bytes) of one command, in a process of its own."""
+def measure(words: list[str]) -> tuple[float, float, float]:
+    """(seconds, seconds of CPU with start-up and imports, peak resident bytes) of one command, in its own process."""
     done = subprocess.run([sys.executable, "-c", MEASURED, *words], capture_output=True, text=True, check=True)
-    code, seconds, peak = done.stderr.split()[-3:]
+    code, seconds, cpu, peak = done.stderr.split()[-4:]
     if code != "0":
         raise SystemExit(f"{' '.join(words)} ended with {code}: {done.stderr}")
-    return float(seconds), float(peak)
+    return float(seconds), float(cpu), float(peak)
 
 
 def main() -> None:
@@ -146,11 +146,11 @@ def main() -> None:
         page = root / "report.html"
         reported = measure(["report", str(root / "runs"), "--out", str(page)])
         print(f"records of {size / 1e3:.0f} kB; targets: 5 s and 500 MB, 30 s")
-        for what, (seconds, peak) in (
+        for what, (seconds, cpu, peak) in (
             (f"rank {options.records:,} records", ranked),
             (f"report of {options.runs:,} runs", reported),
         ):
-            print(f"  {what:<24} {seconds:6.2f} s   peak {peak / 1e6:5.0f} MB")
+            print(f"  {what:<24} {seconds:6.2f} s ({cpu:.2f} s of CPU)   peak {peak / 1e6:5.0f} MB")
         print(f"  the report's page is {page.stat().st_size / 1e6:.1f} MB")
 
 

@@ -18,7 +18,7 @@ COLUMNS = (
     *("peak memory", "exposed comm", "ms/step", "tokens/s", "verdict"),
 )
 NUMERIC = ("ranks", "acc", "parallel err", "precision err", "peak memory", "exposed comm", "ms/step", "tokens/s")
-LEGEND = "> chosen   * on the Pareto front of step time and peak memory   exposed comm in ms a step   ms/step: median, 95 % interval"
+LEGEND = "> chosen   * on the Pareto front of step time and peak memory   exposed comm in ms   ms/step: median, 95 %"
 MAX_ROWS = 2000
 """Of decision.md's tables; decision.json has all."""
 
