@@ -16,6 +16,9 @@ from distbench.errors import ConfigError, DistbenchError, ExitCode
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("distbench.diff", "what differs between two runs, where first, why"),
+    "import": ("distbench.import_rows", "rows of another tool as run folders"),
+    "rank": ("distbench.rank", "decision table from the records of runs"),
+    "report": ("distbench.report.command", "the decision and its plots as one HTML page"),
     "selftest": ("distbench.selftest", "inject known bugs, show that each is caught"),
 }
 """Subcommand -> (module with `main(argv) -> exit code`, what it does)."""

@@ -57,6 +57,27 @@ class Schedule(Enum):
     cosine = "cosine"
 
 
+class Rule(Enum):
+    """What a decision chooses among runs that passed their gate (docs/decision.md)."""
+
+    fastest = "fastest"
+    fastest_within_memory = "fastest_within_memory"
+    """Among those within `memory_gib`."""
+    smallest_within = "smallest_within"
+    """The least peak memory among those within `within_percent` of the fastest."""
+    most_accurate_within = "most_accurate_within"
+    """The least precision error among those within `within_percent` of the fastest."""
+
+
+class Order(Enum):
+    """How a sweep's repeats follow each other."""
+
+    interleaved = "interleaved"
+    """A B C A B C: what drifts on the machine hits all alike."""
+    grouped = "grouped"
+    """A A B B C C."""
+
+
 class Device(Enum):
     auto = "auto"
     cpu = "cpu"
@@ -361,6 +382,27 @@ class Logging:
 
 
 @dataclass
+class Decide:
+    """How a sweep's decision is made. Changes nothing of what is computed."""
+
+    rule: Rule = Rule.fastest
+    memory_gib: float | None = None
+    """Budget of peak memory a rank, for `fastest_within_memory`."""
+    within_percent: float = 5.0
+    """How much slower than the fastest is still good enough, for `smallest_within` and `most_accurate_within`."""
+
+
+@dataclass
+class SweepOptions:
+    """How often a sweep runs each of its cells, and in which order. Changes nothing of what is computed."""
+
+    repeats: int = 1
+    order: Order = Order.interleaved
+    repeat: int = 1
+    """Which repeat a run is; a sweep sets it."""
+
+
+@dataclass
 class Config:
     """One run. Groups of more than one dataclass are `Any` here; `GROUPS` says which ones they hold."""
 
@@ -376,8 +418,10 @@ class Config:
     gate: Gate = field(default_factory=Gate)
     window: Window = field(default_factory=Window)
     fault: Fault = field(default_factory=Fault)
+    decide: Decide = field(default_factory=Decide)
     launch: Any = MISSING
     logging: Logging = field(default_factory=Logging)
+    sweep: SweepOptions = field(default_factory=SweepOptions)
     seed: Seeds = field(default_factory=Seeds)
     device: Device = Device.auto
     steps: int = 40
@@ -413,6 +457,7 @@ MONOMORPHIC: dict[str, type] = {
     "gate": Gate,
     "window": Window,
     "fault": Fault,
+    "decide": Decide,
 }
 """Groups whose options are presets of one dataclass."""
 
@@ -560,7 +605,7 @@ def effective(config: Config) -> dict[str, Any]:
         for parent in parents:
             node = node[parent]
         node[leaf] = "not applicable"
-    for ignored in ("name", "output_dir", "logging"):
+    for ignored in ("name", "output_dir", "logging", "decide", "sweep"):
         tree.pop(ignored)
     for address in ("master_addr", "master_port"):
         tree["launch"].pop(address, None)

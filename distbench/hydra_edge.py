@@ -43,9 +43,14 @@ swept: set[str] = set()
 
 
 def cell(num: int, overrides: str, *fallback: Any) -> str:
-    """Folder name of one cell of a sweep: its number, then what distinguishes it."""
+    """Folder name of one cell of a sweep: its number, then what distinguishes it, which repeat it is last."""
     words = [word for word in overrides.split(",") if word and word.split("=")[0] in (swept or [word.split("=")[0]])]
+    repeat = [word.removeprefix("sweep.") for word in words if word.startswith(REPEAT)]
+    words = [word for word in words if not word.startswith(REPEAT)] + repeat
     return f"{int(num):03d}_{_slug(','.join(words)) or label(*fallback)}"
+
+
+REPEAT = "sweep.repeat="
 
 
 def _slug(text: str) -> str:

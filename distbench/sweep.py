@@ -8,24 +8,24 @@ import pickle
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from distbench import hydra_edge
-from distbench.config import Config, digest, effective, from_container, joined_world
+from distbench.config import Config, Decide, Order, digest, effective, from_container, joined_world
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status
 from distbench.validation import validate
 
 _exit_codes: list[int] = []
-_unfinished: list[Path] = []
+_unfinished: list[tuple[Path, DictConfig]] = []
 """The sweep that is under way in this process, if one is."""
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -38,11 +38,26 @@ def exit_code() -> int:
 
 def report_interrupted() -> None:
     """The table of a sweep that was stopped on its way, as far as it came."""
-    from distbench.report.console import print_sweep
-
-    for folder in _unfinished:
+    for folder, decide in _unfinished:
         if folder.exists():
-            print_sweep(folder)
+            conclude(folder, decide)
+
+
+def conclude(folder: Path, decide: DictConfig) -> None:
+    """A sweep's end: its decision, as files and as the table."""
+    from distbench.report.console import print_sweep
+    from distbench.report.decision import write_decision
+    from distbench.runs.rank import rank
+
+    try:
+        ranking = rank([folder], cast(Decide, OmegaConf.to_object(decide)))
+        write_decision(ranking, folder)
+        print_sweep(folder, ranking)
+    except Exception as error:  # Hydra would make a warning of it, which nobody sees
+        if not isinstance(error, DistbenchError):
+            traceback.print_exc()
+        print(f"distbench: no decision for {folder}: {error}", file=sys.stderr)
+        _exit_codes.append(error.exit_code if isinstance(error, DistbenchError) else ExitCode.CRASHED)
 
 
 def run_cell(cfg: DictConfig) -> dict[str, Any]:
@@ -107,13 +122,13 @@ def typed(cfg: DictConfig) -> Config:
 
 
 def _claim(sweep_dir: Path, config: Config, folder: Path) -> str | None:
-    """The name of the cell that already runs this effective experiment; else claim it for `folder`.
+    """The name of the cell that already runs this effective experiment in the same repeat; else claim it for `folder`.
 
     Exclusive creation, so that cells of one sweep may run in different processes or on different hosts.
     """
     claims = sweep_dir / ".experiments"
     claims.mkdir(exist_ok=True)
-    claim = claims / digest(effective(config))
+    claim = claims / f"{digest(effective(config))}_{config.sweep.repeat}"
     try:
         handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
@@ -139,6 +154,8 @@ class SweepCallback(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if config.sweep.repeats > 1:
+            _usage(f"sweep.repeats={config.sweep.repeats} repeats the cells of a sweep, and this is one run; add -m")
         _refuse(config, where="")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -147,14 +164,15 @@ class SweepCallback(Callback):
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         if joined_world() is not None:
-            print(
-                "distbench: torchrun starts the ranks of one run, and a sweep starts its own for every cell; "
-                "use `python -m distbench ...` without torchrun",
-                file=sys.stderr,
+            _usage(
+                "torchrun starts the ranks of one run, and a sweep starts its own for every cell; "
+                "use `python -m distbench ...` without torchrun"
             )
-            raise SystemExit(ExitCode.USAGE)
         if config.hydra.sweeper._target_ != BASIC_SWEEPER:
+            if config.sweep.repeats > 1:
+                _usage(f"sweep.repeats={config.sweep.repeats} needs Hydra's own sweeper; use sweep.repeats=1")
             return  # other sweepers choose their cells as they go; each is validated when it starts
+        _add_repeats(config)
         loader = GlobalHydra.instance().config_loader()
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         overrides = OverridesParser.create(loader).parse_overrides([*params, *config.hydra.overrides.task])
@@ -164,7 +182,7 @@ class SweepCallback(Callback):
         for cell in cells:
             _refuse(composed.load_sweep_config(config, list(cell)), where=f"in {' '.join(cell)}: ")
         loader.load_sweep_config = composed.load_sweep_config
-        _unfinished.append(Path(config.hydra.sweep.dir))
+        _unfinished.append((Path(config.hydra.sweep.dir), config.decide))
         print(f"sweep of {len(cells)} cells in {config.hydra.sweep.dir}", flush=True)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -172,9 +190,7 @@ class SweepCallback(Callback):
             print(f"[{config.hydra.job.num}] {Path(config.hydra.sweep.subdir).name.partition('_')[2]}", flush=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from distbench.report.console import print_sweep
-
-        print_sweep(Path(config.hydra.sweep.dir))
+        conclude(Path(config.hydra.sweep.dir), config.decide)
         _unfinished.clear()
 
 
@@ -198,11 +214,27 @@ class ComposedCells:
         return config
 
 
+def _add_repeats(config: DictConfig) -> None:
+    """Make the repeats one more swept key: Hydra varies its first key slowest, its last fastest."""
+    if config.sweep.repeats <= 1:
+        return
+    values = ",".join(str(number + 1) for number in range(config.sweep.repeats))
+    with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+        if config.sweep.order is Order.interleaved:
+            config.hydra.sweeper.params = {"sweep.repeat": values, **(config.hydra.sweeper.params or {})}
+        else:
+            config.hydra.overrides.task.append(f"sweep.repeat={values}")
+
+
+def _usage(message: str) -> NoReturn:
+    print(f"distbench: {message}", file=sys.stderr)
+    raise SystemExit(ExitCode.USAGE)
+
+
 def _refuse(composed: DictConfig, where: str) -> None:
     try:
         validate(typed(composed))
     except InterpolationResolutionError:
         return  # uses a value that only a started job has, such as ${hydra:runtime.output_dir}; validated then
     except ConfigError as error:
-        print(f"distbench: {where}{error}", file=sys.stderr)
-        raise SystemExit(ExitCode.USAGE) from error
+        _usage(f"{where}{error}")

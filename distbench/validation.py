@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from distbench.config import (
     DTYPES,
     Config,
     LossKind,
+    Rule,
     Window,
     joined_world,
     not_applicable,
@@ -29,6 +31,7 @@ def validate(config: Config) -> None:
     _validate_world(config)
     _validate_gate(config)
     _validate_window(config.window)
+    _validate_decision(config)
 
 
 def _validate_gate(config: Config) -> None:
@@ -55,6 +58,19 @@ def _validate_window(window: Window) -> None:
     _positive("window.warm_up", window.warm_up, minimum=0)
     if not window.max_overhead > 0:
         raise ConfigError(f"window.max_overhead={window.max_overhead} must be a share above 0, such as 0.05")
+
+
+def _validate_decision(config: Config) -> None:
+    decide = config.decide
+    if decide.memory_gib is None:
+        if decide.rule is Rule.fastest_within_memory:
+            raise ConfigError("decide=fastest_within_memory needs decide.memory_gib=..., the memory one rank may use")
+    elif not 0 < decide.memory_gib < math.inf:
+        raise ConfigError(f"decide.memory_gib={decide.memory_gib} must be positive, in GiB a rank")
+    if not 0 <= decide.within_percent < math.inf:
+        raise ConfigError(f"decide.within_percent={decide.within_percent} must be a percentage from 0 on")
+    _positive("sweep.repeats", config.sweep.repeats)
+    _positive("sweep.repeat", config.sweep.repeat)
 
 
 def _positive(name: str, value: float, minimum: float = 1) -> None:

@@ -22,8 +22,9 @@ def compose(*overrides: str) -> Config:
         raise ConfigError(explain(error)) from error
 
 
-def compose_tree(*overrides: str) -> DictConfig:
+def compose_tree(*overrides: str, hydra: bool = False) -> DictConfig:
+    """The composed tree; with `hydra`, Hydra's own part is in it."""
     register_schemas()
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return hydra_compose("config", list(overrides))
+        return hydra_compose("config", list(overrides), return_hydra_config=hydra)

@@ -177,6 +177,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gate__steps": 0}, "gate.steps=0 is too small"),
     ({"gate__tolerance": 0.0}, "gate.tolerance=0.0 must be positive; null uses the proven bound"),
     ({"gate__kappa": 0.0}, "gate.kappa=0.0 must be positive"),
+    # decide, sweep
+    ({"decide__rule": "fastest_within_memory"}, "decide=fastest_within_memory needs decide.memory_gib=..."),
+    ({"decide__memory_gib": 0.0}, "decide.memory_gib=0.0 must be positive, in GiB a rank"),
+    ({"decide__memory_gib": float("nan")}, "decide.memory_gib=nan must be positive"),
+    ({"decide__within_percent": -1.0}, "decide.within_percent=-1.0 must be a percentage from 0 on"),
+    ({"decide__rule": "best"}, "decide.rule"),
+    ({"sweep__repeats": 0}, "sweep.repeats=0 is too small"),
+    ({"sweep__repeat": 0}, "sweep.repeat=0 is too small"),
     ({"gate__max_replay": 1}, "2 ranks are more than gate.max_replay=1"),
     (
         {"strategy": FSDP, "strategy__sync_module_states": True},
@@ -318,13 +326,15 @@ OPTIONS = [
 JOINED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 RUNS = [
     "model=simple strategy=single precision=fp32 wrap_policy=size prefetch=none data=synthetic loss=mse "
-    "optimizer=adamw gate=off window=off checkpoint=off launch=local",
+    "optimizer=adamw gate=off window=off checkpoint=off launch=local decide=fastest",
     "model=simple_text strategy=ddp precision=bf16 wrap_policy=block prefetch=backward_post data=text "
-    "loss=cross_entropy optimizer=sgd gate=strict window=long checkpoint=default",
-    "model=article strategy=fsdp precision=fp16 wrap_policy=none prefetch=backward_pre loss=sum gate=default window=quick",
+    "loss=cross_entropy optimizer=sgd gate=strict window=long checkpoint=default "
+    "decide=fastest_within_memory decide.memory_gib=2",
+    "model=article strategy=fsdp precision=fp16 wrap_policy=none prefetch=backward_pre loss=sum gate=default window=quick "
+    "decide=smallest_within",
     "model=custom model._target_=a.b model.input_shape=[2] model.target_shape=[2] strategy=fsdp2 precision=fp64 "
     "wrap_policy=pattern wrap_policy.patterns=['a.*'] launch=torchrun",
-    "precision=bf16_autocast window=default",
+    "precision=bf16_autocast window=default decide=most_accurate_within",
     "precision=fp16_autocast",
 ]
 """Few compositions that together choose every option; each takes Hydra a third of a second."""
@@ -481,6 +491,7 @@ def test_not_applicable() -> None:
         ({}, {"name": "another name", "output_dir": "elsewhere", "logging__histograms": True}),
         ({}, {"wrap_policy": {"name": "size"}, "prefetch__backward": "none"}),
         ({}, {"accumulation_sync": True}),
+        ({}, {"decide__rule": "smallest_within", "sweep__repeats": 3, "sweep__repeat": 2}),
         ({}, {"precision__scaler__init_scale": 8.0}),
         ({}, {"launch__nproc": 2, "launch__master_port": 1234}),
     ],

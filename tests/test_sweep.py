@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, flag_override
 
 from distbench import experiment, sweep
-from distbench.config import Config, SizeWrap
+from distbench.config import Config, Order, SizeWrap, SweepOptions, digest, effective
 from distbench.errors import ConfigError, ExitCode
 from distbench.runs.folder import RunFolder
-from distbench.sweep import _claim, _refused, exit_code, read_duplicate
+from distbench.sweep import SweepCallback, _claim, _refused, exit_code, read_duplicate
+from tests.composing import compose_tree
 from tests.configs import small
+from tests.runs.records import candidate
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +34,54 @@ def test_the_first_cell_claims_an_experiment(tmp_path: Path) -> None:
     assert _claim(tmp_path, same, tmp_path / "001") == "000"
     assert _claim(tmp_path, fsdp, tmp_path / "002") is None
     assert _claim(tmp_path, same, tmp_path / "003") == "000"
+
+
+def test_a_repeat_is_no_duplicate_but_a_cell_of_the_same_repeat_is(tmp_path: Path) -> None:
+    first, second = (small("ddp", sweep=SweepOptions(repeats=2, repeat=number)) for number in (1, 2))
+    assert digest(effective(first)) == digest(effective(second))
+    assert _claim(tmp_path, first, tmp_path / "000") is None
+    assert _claim(tmp_path, second, tmp_path / "001") is None
+    assert _claim(tmp_path, second, tmp_path / "002") == "001"
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (Order.interleaved, ["1 ddp", "1 fsdp", "2 ddp", "2 fsdp"]),
+        (Order.grouped, ["1 ddp", "2 ddp", "1 fsdp", "2 fsdp"]),
+    ],
+)
+def test_the_order_of_repeats(order: Order, expected: list[str]) -> None:
+    config = compose_tree(f"sweep.order={order.name}", "sweep.repeats=2", hydra=True)
+    with flag_override(config, "readonly", False):
+        config.hydra.overrides.task.append("strategy=ddp,fsdp")
+    OmegaConf.set_readonly(config.hydra, True)
+    sweep._add_repeats(config)
+    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
+    overrides = OverridesParser.create().parse_overrides([*params, *config.hydra.overrides.task])
+    (cells,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    values = [dict(word.split("=") for word in cell) for cell in cells]
+    assert [f"{cell['sweep.repeat']} {cell['strategy']}" for cell in values] == expected
+
+
+def test_repeats_are_for_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        SweepCallback().on_run_start(compose_tree("sweep.repeats=3", hydra=True))
+    assert ended.value.code == ExitCode.USAGE and "add -m" in capsys.readouterr().err
+
+
+def test_a_sweeps_end_writes_its_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    candidate(tmp_path, "fast", 10, gib=2)
+    candidate(tmp_path, "small", 10.1, gib=1)
+    sweep.conclude(tmp_path, compose_tree("decide=fastest_within_memory", "decide.memory_gib=1.5").decide)
+    assert json.loads((tmp_path / "decision.json").read_text())["chosen"] == "001_small"
+    assert "decision     001_small: fastest within 1.5 GiB" in capsys.readouterr().out
+    assert exit_code() == ExitCode.OK
+
+
+def test_a_decision_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep.conclude(tmp_path / "gone", compose_tree().decide)
+    assert "no decision for" in capsys.readouterr().err and exit_code() == ExitCode.USAGE
 
 
 def test_cells_that_start_at_once_claim_it_once(tmp_path: Path) -> None:

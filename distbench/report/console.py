@@ -6,8 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+
 from distbench.errors import RunFolderError
 from distbench.runs.folder import Status, read_record
+from distbench.runs.rank import Ranking
 from distbench.sweep import read_duplicate
 
 
@@ -94,10 +98,60 @@ def sweep_rows(sweep: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def print_sweep(sweep: Path) -> None:
-    """The table at a sweep's end, and where everything is."""
-    from rich import box
-    from rich.console import Console
+def print_sweep(sweep: Path, ranking: Ranking) -> None:
+    """The table at a sweep's end, the decision, and where everything is."""
+    rows = sweep_rows(sweep)
+    if not ranking.candidates:
+        _print_runs(rows)
+    print_decision(ranking, table=bool(ranking.candidates))
+    run = [row for row in rows if not row["status"].startswith(SAME_AS)]
+    passed = sum(row["status"] == Status.passed.value for row in run)
+    same = f"; {len(rows) - len(run)} more cells are the same experiment as one of them" if len(run) < len(rows) else ""
+    print(f"\n{passed} of {len(run)} runs passed{same}")
+    print(f"reasons      {relative(sweep)}/decision.md, decision.json")
+    print(f"runs         {relative(sweep)}")
+    print(f"logs         {relative(sweep)}/*/logs/rank*.log")
+    print(f"TensorBoard  tensorboard --logdir {relative(sweep.parent)}", flush=True)
+
+
+MAX_REASONS = 20
+"""Lines that say why not the others; the rest is counted, and in decision.md."""
+
+
+def print_decision(ranking: Ranking, table: bool = True) -> None:
+    """The runs as a table, why not each, and the decision last, where the eye is."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from distbench.report.decision import COLUMNS, LEGEND, NUMERIC, decision_rows, headline, other_lines
+
+    if table:
+        grid = Table(box=box.SIMPLE, title=None, show_edge=False, padding=(0, 1, 0, 0))
+        for heading in COLUMNS:
+            grid.add_column(heading, justify="right" if heading in NUMERIC else "left", no_wrap=True)
+        rows = decision_rows(ranking)
+        for row in rows:
+            grid.add_row(*(Text(row.cells[heading]) for heading in COLUMNS), style="bold" if row.chosen else None)
+        console = _console()
+        console.print()
+        console.print(grid)
+        print(f"{LEGEND}\n")
+        losers = [row for row in rows if not row.chosen]
+        for row in losers[:MAX_REASONS]:
+            print(f"  {row.cells['run']}  {row.why}")
+        if len(losers) > MAX_REASONS:
+            print(f"  and {len(losers) - MAX_REASONS} more")
+    print(f"\ndecision     {headline(ranking)}")
+    for line in other_lines(ranking):
+        print(f"             {line}")
+
+
+def _console() -> Console:
+    return Console(width=None if os.isatty(1) else 180, soft_wrap=True, highlight=False)
+
+
+def _print_runs(rows: list[dict[str, Any]]) -> None:
+    """Every cell as far as it came: what there is to see where no run has a window."""
     from rich.table import Table
 
     table = Table(box=box.SIMPLE, title=None, show_edge=False)
@@ -106,7 +160,6 @@ def print_sweep(sweep: Path) -> None:
     for heading in ("parallel err", "precision err", "last loss", "ms/step", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
-    rows = sweep_rows(sweep)
     for row in rows:
         cell = row["cell"].split("_")[0]
         if "record" not in row:
@@ -132,16 +185,9 @@ def print_sweep(sweep: Path) -> None:
             _number(speed.get("tokens_per_second_median"), "{:,.0f}"),
             row["status"],
         )
-    console = Console(width=None if os.isatty(1) else 180, soft_wrap=True)
+    console = _console()
     console.print()
     console.print(table)
-    run = [row for row in rows if not row["status"].startswith(SAME_AS)]
-    passed = sum(row["status"] == Status.passed.value for row in run)
-    same = f"; {len(rows) - len(run)} more cells are the same experiment as one of them" if len(run) < len(rows) else ""
-    print(f"\n{passed} of {len(run)} runs passed{same}")
-    print(f"runs         {relative(sweep)}")
-    print(f"logs         {relative(sweep)}/*/logs/rank*.log")
-    print(f"TensorBoard  tensorboard --logdir {relative(sweep.parent)}", flush=True)
 
 
 def _number(value: Any, form: str, factor: float = 1.0) -> str:

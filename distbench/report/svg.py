@@ -69,6 +69,16 @@ class Plot:
         parts.append(f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3"/>')
         self.parts.append(f'<g class="stem {kind}">{"".join(parts)}</g>')
 
+    def dot(self, x: float, y: float, kind: str, hint: str, name: str = "") -> None:
+        """A point with its hint, and its name beside it."""
+        px, py = self.x(x), self.y(y)
+        self.parts.append(
+            f'<circle class="{kind}" cx="{px:.1f}" cy="{py:.1f}" r="5"><title>{escape(hint)}</title></circle>'
+        )
+        if name:
+            near_right = px > WIDTH - RIGHT - 130
+            self.text(px + (-9 if near_right else 9), py + 4, name, "end" if near_right else "start")
+
     def rule(self, y: float, content: str) -> None:
         """A dashed line across, named."""
         at = self.y(y)

@@ -163,7 +163,7 @@ def read_losses(path: Path) -> Losses:
     losses: dict[int, float] = {}
     notes: list[str] = []
     repeated = 0
-    lines = _read_text(path, MAX_TEXT_BYTES).split("\n")
+    lines = read_text(path, MAX_TEXT_BYTES).split("\n")
     complete, rest = lines[:-1], lines[-1]
     if rest:
         notes.append(f"{path}: the last line is cut short and left out")
@@ -241,7 +241,7 @@ def _read_gate(path: Path, record: dict[str, Any]) -> str | None:
 
 def read_gate(path: Path) -> str:
     """The verdict of a `gate.json`, in its own words. Raises RunFolderError for a damaged or newer one."""
-    content = _read_text(path, MAX_TEXT_BYTES)
+    content = read_text(path, MAX_TEXT_BYTES)
     with _as_run_folder_error(path):
         tree = json.loads(content)
         schema, text = tree["schema"], tree["text"]
@@ -255,7 +255,7 @@ def read_gate(path: Path) -> str:
 def _read_yaml(path: Path) -> Any:
     import yaml
 
-    content = _read_text(path, MAX_YAML_BYTES)
+    content = read_text(path, MAX_YAML_BYTES)
     with _as_run_folder_error(path):
         try:
             return yaml.safe_load(content)
@@ -263,7 +263,8 @@ def _read_yaml(path: Path) -> Any:
             raise ValueError(" ".join(str(error).split())) from error
 
 
-def _read_text(path: Path, limit: int) -> str:
+def read_text(path: Path, limit: int) -> str:
+    """A file's text. Raises RunFolderError for what is no regular file, larger than `limit` bytes, or no UTF-8."""
     _refuse_special(path)
     with _as_run_folder_error(path):
         if (size := path.stat().st_size) > limit:

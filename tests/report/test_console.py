@@ -10,6 +10,7 @@ import pytest
 from distbench.report.console import print_failure, print_run, print_sweep, relative, sweep_rows
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder
+from distbench.runs.rank import rank
 
 
 def record(path: Path, **sections: Any) -> RunFolder:
@@ -76,13 +77,15 @@ def test_a_sweeps_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         ("002_c", "same as 000"),
         ("003_d", "refused"),
     ]
-    print_sweep(sweep)
+    print_sweep(sweep, rank([sweep]))
     said = capsys.readouterr().out
     rows = [line.split() for line in said.splitlines() if line.strip().startswith("00")]
     assert [row[0] for row in rows] == ["000", "001", "002", "003"]
     assert rows[0][1:6] == ["ddp", "fp32", "n/a", "pre", "2"] and rows[0][-3:] == ["12.3", "12,346", "passed"]
     assert rows[1][-3:] == ["-", "-", "crashed"], "a run that did not pass shows no speed"
+    assert "decision     none: no run can be ranked: 1 x ungated; 1 x crashed\n" in said
     assert "1 of 3 runs passed; 1 more cells" in said
+    assert "reasons      outputs/sweep/decision.md, decision.json" in said
     assert "logs         outputs/sweep/*/logs/rank*.log" in said
     assert "TensorBoard  tensorboard --logdir outputs" in said
 

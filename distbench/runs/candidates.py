@@ -1,0 +1,350 @@
+"""What a decision needs of each run, read from records one at a time: a small row each, whatever else a record holds."""
+
+from __future__ import annotations
+
+import gc
+import glob
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distbench.config import digest
+from distbench.errors import RunFolderError
+from distbench.runs.folder import Status, read_record
+from distbench.runs.noise import Windows
+from distbench.runs.sides import number_of
+
+MAX_WINDOWS, MAX_STEPS = 64, 500
+"""Step times kept of one run: its first windows, and every n-th step of longer ones."""
+MAX_REASON = 300
+UNGATED = "ungated"
+TIERS = ("bitwise", "bound", "noise", "tolerance")
+"""Evidence a gate can pass with, strongest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured value, or why there is none; `meter` says how it was measured."""
+
+    value: float | None
+    meter: str | None = None
+    reason: str | None = None
+
+    @classmethod
+    def read(cls, section: Any, key: str = "median", positive: bool = False) -> Figure:
+        """From a record's section. What is null, absent, not finite or impossible is missing, with the reason."""
+        if not isinstance(section, dict):
+            return cls(None, None, "not in the record")
+        meter = _text(section.get("meter"))
+        raw = section.get(key)
+        if raw is None:
+            return cls(None, meter, _text(section.get("reason")) or "not measured")
+        try:
+            value = number_of(raw)
+        except (ValueError, OverflowError):
+            return cls(None, meter, f"recorded as {str(raw)[:40]!r}, which is no number")
+        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+            return cls(None, meter, f"recorded as {value:g}")
+        return cls(value, meter)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run folder's row. Strings come from the record and are shown as text only."""
+
+    path: Path
+    status: str
+    excluded: str | None
+    """Why it is never ranked nor chosen; None: it may be."""
+    group: str
+    """Digest of what runs must share to be compared (`comparable`)."""
+    effective: str
+    """Digest of the effective experiment: repeats share it."""
+    repeat: int
+    labels: dict[str, str]
+    """strategy, precision, wrap, prefetch, accumulation, ranks, from."""
+    tier: str | None
+    parallel_error: Figure
+    precision_error: Figure
+    memory: Figure
+    """Peak allocated bytes, worst rank."""
+    exposed: Figure
+    """Exposed communication in s a step, worst rank."""
+    step_time: Figure
+    tokens: Figure
+    windows: Windows = ()
+    notes: tuple[str, ...] = ()
+    decide: str | None = None
+    """The run's own `decide` options, as JSON."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+@dataclass
+class Reading:
+    """What a set of paths holds."""
+
+    runs: list[Run] = field(default_factory=list)
+    shared: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Group -> what its runs share, by the key's name."""
+    unreadable: list[tuple[Path, str]] = field(default_factory=list)
+    refused: list[Path] = field(default_factory=list)
+    """Cells that were refused before they started: folders without a record."""
+    duplicates: int = 0
+    """Cells that were not run, being the same experiment as another."""
+
+
+def read_runs(paths: Iterable[str | Path]) -> Reading:
+    """Read every record at or below the paths (folders, record.json files, or patterns a shell did not expand).
+
+    A record that cannot be read is one line in `unreadable`. Raises RunFolderError for a path that is not there.
+    """
+    reading = Reading()
+    seen: set[tuple[int, int]] = set()
+    with _uncollected():
+        for folder, kind in (found for path in paths for found in _find(path)):
+            status = folder.stat()
+            if (identity := (status.st_dev, status.st_ino)) in seen:
+                continue
+            seen.add(identity)
+            if kind == "duplicate":
+                reading.duplicates += 1
+            elif kind == "refused":
+                reading.refused.append(folder)
+            else:
+                _read(folder, reading)
+    _place_unstarted(reading)
+    return reading
+
+
+def _place_unstarted(reading: Reading) -> None:
+    """A run that ended before it knew its devices belongs to the runs that it matches in everything else."""
+    largest = Counter(run.group for run in reading.runs)
+    homes: dict[str, str] = {}
+    for group, _ in reversed(largest.most_common()):
+        if reading.shared[group]["device"] is not None:
+            homes[digest({**reading.shared[group], "device": None})] = group
+    reading.runs = [replace(run, group=homes[run.group]) if run.group in homes else run for run in reading.runs]
+
+
+def _read(folder: Path, reading: Reading) -> None:
+    try:
+        if not (folder / "record.json").is_file():  # a pipe would be waited for
+            raise RunFolderError(f"{folder / 'record.json'} is not a regular file")
+        record = read_record(folder)
+        shared = comparable(record)
+        run = row(folder, record, digest(shared))
+    except RunFolderError as error:
+        reading.unreadable.append((folder, str(error)))
+        return
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
+        reading.unreadable.append((folder, f"{folder / 'record.json'} is damaged: {words}"))
+        return
+    reading.runs.append(run)
+    reading.shared.setdefault(run.group, shared)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """JSON trees have no cycles, and looking for some takes a third of the time of reading thousands of records."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _find(path: str | Path) -> Iterator[tuple[Path, str]]:
+    """(folder, `run`, `duplicate` or `refused`) at or below a path, in name order."""
+    root = Path(path)
+    if root.is_file() and root.name == "record.json":
+        yield root.parent, "run"
+        return
+    if not root.exists():
+        matches = sorted(glob.glob(str(path)))  # noqa: PTH207  an absolute pattern, too
+        if not matches:
+            raise RunFolderError(f"{path}: no such file or folder")
+        for match in matches:
+            yield from _find(match)
+        return
+    if not root.is_dir():
+        raise RunFolderError(f"{path} is neither a folder nor a record.json")
+    for directory, folders, files in os.walk(root):
+        if "record.json" in files:
+            yield Path(directory), "run"
+        elif "duplicate_of.json" in files:
+            yield Path(directory), "duplicate"
+        elif ".hydra" in folders:
+            yield Path(directory), "refused"
+        else:
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            continue
+        folders.clear()  # nothing of a run's own is a run
+
+
+# --- one record
+
+
+def comparable(record: dict[str, Any]) -> dict[str, Any]:
+    """What two runs must share for their figures to be compared, by name. Everything else is what is compared."""
+    config = _tree(record.get("config"))
+    environment = _tree(record.get("environment"))
+    ranks = _tree(record.get("topology")).get("ranks")
+    devices = sorted({str(_tree(rank).get("device_name")) for rank in ranks}) if isinstance(ranks, list) else None
+    shared = {name: config.get(name) for name in ("model", "data", "loss", "optimizer", "global_batch", "clip_norm")}
+    return {
+        **shared,
+        "seed": config.get("seed"),
+        "device": devices,
+        "cpu": [environment.get("cpu"), environment.get("cores")],
+        "torch": _tree(environment.get("packages")).get("torch"),
+    }
+
+
+def row(folder: Path, record: dict[str, Any], group: str) -> Run:
+    """The row of one record; what is missing is missing with a reason."""
+    config, gate = _tree(record.get("config")), _tree(record.get("gate"))
+    window = _tree(record.get("window"))
+    step_time = Figure.read(window.get("step_time"), positive=True)
+    windows, notes = _windows(_tree(window.get("step_time")), step_time)
+    status = record.get("status")
+    if not isinstance(status, str):
+        raise ValueError(f"status {status!r}")
+    repeat = _tree(config.get("sweep")).get("repeat", 1)
+    tier = _text(gate.get("tier"))
+    return Run(
+        path=folder,
+        status=status,
+        excluded=_excluded(record, config, gate, window, step_time),
+        group=group,
+        effective=_text(record.get("effective")) or digest(_experiment(config)),
+        repeat=repeat if isinstance(repeat, int) else 1,
+        labels=_labels(record, config),
+        tier=tier if tier in TIERS else None,
+        parallel_error=_gate_figure(gate, "parallel_error"),
+        precision_error=_gate_figure(gate, "precision_error"),
+        memory=Figure.read(_tree(window.get("memory")).get("peak_allocated"), "bytes", positive=True),
+        exposed=Figure.read(window.get("exposed_comm")),
+        step_time=step_time,
+        tokens=Figure.read(window.get("tokens_per_second"), positive=True),
+        windows=windows,
+        notes=notes,
+        decide=_decide(config),
+    )
+
+
+def _excluded(
+    record: dict[str, Any], config: dict[str, Any], gate: dict[str, Any], window: dict[str, Any], step_time: Figure
+) -> str | None:
+    status = record["status"]
+    if status != Status.passed.value:
+        reason = _text(record.get("reason"))
+        return f"{status}: {reason}" if reason else status
+    if gate.get("passed") is not True or gate.get("tier") not in TIERS:
+        return "failed its gate" if gate.get("passed") is False or gate.get("tier") == "fail" else UNGATED
+    fault = _tree(config.get("fault")).get("name", "none")
+    if fault != "none":
+        return f"has a deliberate fault: {_text(fault)}"
+    if not window:
+        return f"no window: {_text(record.get('window_reason')) or 'the record has none'}"
+    if window.get("accepted") is not True:
+        return f"window rejected: {_text(window.get('reason')) or 'no reason recorded'}"
+    if step_time.value is None:
+        return f"no step time: {step_time.reason}"
+    return None
+
+
+def _windows(section: dict[str, Any], step_time: Figure) -> tuple[Windows, tuple[str, ...]]:
+    """The step times of each window in s. Without samples, windows' medians or the median stand for themselves."""
+    if step_time.value is None:
+        return (), ()
+    samples, medians = section.get("samples"), section.get("window_medians")
+    num_windows = len(medians) if isinstance(medians, list) else 1
+    if not isinstance(samples, list) or not samples:
+        samples = [[value] for value in medians] if isinstance(medians, list) else []
+    elif not isinstance(samples[0], list):
+        size = len(samples) // num_windows if num_windows and len(samples) % num_windows == 0 else len(samples)
+        samples = [samples[start : start + size] for start in range(0, len(samples), size)]
+    kept, dropped = [], 0
+    for window in samples[:MAX_WINDOWS]:
+        values = _samples(window[:: -(-len(window) // MAX_STEPS) or 1])
+        good = values[(values > 0) & (values < math.inf)]
+        dropped += len(values) - len(good)
+        if len(good):
+            kept.append(good)
+    notes = (f"{dropped} step times are not positive numbers and left out",) if dropped else ()
+    return tuple(kept) or (np.array([step_time.value]),), notes
+
+
+def _samples(values: list[Any]) -> NDArray[np.float64]:
+    """As numbers; NaN where there is none."""
+    try:
+        return np.array(values, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        return np.array([_sample(value) for value in values], dtype=np.float64)
+
+
+def _sample(value: Any) -> float:
+    try:
+        return number_of(value)
+    except (ValueError, OverflowError):
+        return math.nan
+
+
+def _gate_figure(gate: dict[str, Any], key: str) -> Figure:
+    """The gate's own section has plain numbers, with a reason beside them."""
+    meter = "relative L2, worst parameter" if key == "parallel_error" else "relative L2 against fp64"
+    return Figure.read({"median": gate.get(key), "reason": gate.get(f"{key}_reason"), "meter": meter})
+
+
+def _labels(record: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
+    unused, batch = _tree(record.get("not_applicable")), _tree(record.get("batch"))
+
+    def option(group: str, key: str = "name") -> str:
+        return "n/a" if group in unused else _text(_tree(config.get(group)).get(key)) or "-"
+
+    return {
+        "strategy": option("strategy"),
+        "precision": option("precision"),
+        "wrap": option("wrap_policy"),
+        "prefetch": option("prefetch", "backward"),
+        "accumulation": _text(batch.get("accumulation", config.get("accumulation"))) or "-",
+        "ranks": _text(batch.get("world_size")) or "-",
+        "from": _text(record.get("imported_from")) or "",
+    }
+
+
+def _experiment(config: dict[str, Any]) -> dict[str, Any]:
+    """What stands for the effective experiment in a record without its digest."""
+    return {k: v for k, v in config.items() if k not in ("name", "output_dir", "logging", "decide", "sweep")}
+
+
+def _decide(config: dict[str, Any]) -> str | None:
+    import json
+
+    decide = config.get("decide")
+    return json.dumps(decide, sort_keys=True) if isinstance(decide, dict) else None
+
+
+def _tree(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    """A short single line of a value from a file."""
+    if value is None or value == "":
+        return None
+    return " ".join(str(value).split())[:MAX_REASON]

@@ -1,0 +1,188 @@
+"""When one step time is really shorter than another: intervals that hold within a run, and from run to run.
+
+Step times are compared as ratios, so everything here is in logarithms. The noise has two sources, and steps alone show
+only the first:
+
+- *within a run*, its windows drift and its steps scatter: a bootstrap that resamples windows, then steps in each;
+- *from run to run*, where cells are repeated: the spread of the repeats' medians, pooled over all candidates, because
+  two or three repeats of one say little about it. Without any repeat it is assumed (`ASSUMED_BETWEEN`), and said so.
+
+The larger of both counts. Intervals are Student's, with as many degrees of freedom as the repeats leave.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+Windows = tuple[NDArray[np.float64], ...]
+"""Step times of one run in s, an array a window."""
+
+LEVEL = 0.05
+"""How often a difference may be seen where there is none."""
+ASSUMED_BETWEEN = 0.03
+"""Relative standard deviation from run to run where no run was repeated: what a shared machine does, not a measurement."""
+DRAWS = 200
+"""Bootstrap draws a run: only their variance is used. Fewer, down to 50, where there are thousands of runs."""
+CHUNK = 1 << 21
+"""Resampled step times held at once."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much longer one step time is than another: 1.1 is 10 % longer, with its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """`slower`, `faster` or `no difference`."""
+        if self.low > 1:
+            return "slower"
+        return "faster" if self.high < 1 else "no difference"
+
+    def __str__(self) -> str:
+        percent = [100 * (v - 1) for v in (self.value, self.low, self.high)]
+        if self.verdict == "no difference":
+            return f"no difference in step time ({_signed(percent[1])} to {_signed(percent[2])} %)"
+        size, low, high = (abs(p) for p in percent)
+        return f"{_digits(size)} % {self.verdict} ({_digits(min(low, high))} to {_digits(max(low, high))} %)"
+
+
+def _digits(percent: float) -> str:
+    return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
+
+
+def _signed(percent: float) -> str:
+    return ("+" if percent >= 0 else "-") + _digits(abs(percent))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The step times of candidates, and what may be said of their differences."""
+
+    log_medians: NDArray[np.float64]
+    """Of each candidate: mean over its runs of the logarithm of a run's median."""
+    errors: NDArray[np.float64]
+    """Standard errors of them."""
+    between: float
+    """Relative standard deviation from run to run."""
+    degrees: float
+    """Degrees of freedom of `between`; infinite where it is assumed."""
+
+    @classmethod
+    def of(cls, candidates: Sequence[Sequence[Windows]]) -> StepTimes:
+        """From each candidate's runs; every run has at least one positive step time."""
+        runs = [run for candidate in candidates for run in candidate]
+        medians, within = log_medians(runs)
+        counts = np.array([len(candidate) for candidate in candidates])
+        ends = np.cumsum(counts)
+        by_candidate = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        means = np.array([medians[part].mean() for part in by_candidate])
+        squares = np.array([np.square(medians[part] - medians[part].mean()).sum() for part in by_candidate])
+        degrees = int((counts - 1).sum())
+        steps = np.array([within[part].mean() for part in by_candidate])
+        if degrees == 0:
+            return cls(means, np.sqrt(steps + ASSUMED_BETWEEN**2), ASSUMED_BETWEEN, math.inf)
+        pooled = float(squares.sum()) / degrees
+        own = squares / np.maximum(counts - 1, 1)
+        # A repeat's median already has the noise of its steps in it, so the variances are alternatives, not summands.
+        variance = np.maximum(np.maximum(pooled, own), steps) / counts
+        return cls(means, np.sqrt(variance), math.sqrt(pooled), degrees)
+
+    @property
+    def assumed(self) -> bool:
+        return math.isinf(self.degrees)
+
+    def quantile(self, comparisons: int = 1) -> float:
+        """Standard errors either side, so that all of so many comparisons hold together."""
+        return student_quantile(LEVEL / max(1, comparisons), self.degrees)
+
+    def median(self, index: int) -> tuple[float, float, float]:
+        """(median, low, high) of one candidate's step time in s, 95 %."""
+        reach = self.quantile() * self.errors[index]
+        value = self.log_medians[index]
+        return math.exp(value), math.exp(value - reach), math.exp(value + reach)
+
+    def ratio(self, index: int, reference: int, comparisons: int = 1) -> Ratio:
+        """How much longer candidate `index` takes than `reference`."""
+        value = float(self.log_medians[index] - self.log_medians[reference])
+        if index == reference:
+            return Ratio(1.0, 1.0, 1.0)
+        reach = self.quantile(comparisons) * math.hypot(self.errors[index], self.errors[reference])
+        return Ratio(math.exp(value), math.exp(value - reach), math.exp(value + reach))
+
+
+def log_medians(runs: Sequence[Windows]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Logarithm of each run's median, and its variance by a bootstrap over the run's windows and the steps in them.
+
+    Runs of one shape share the draws, so that a run's figure does not depend on which others are ranked with it.
+    """
+    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, run in enumerate(runs):
+        by_shape[tuple(map(len, run))].append(index)
+    draws = max(50, min(DRAWS, 100_000 // max(1, len(runs))))
+    medians, variances = np.zeros(len(runs)), np.zeros(len(runs))
+    for shape, members in by_shape.items():
+        picked = _draws(shape, draws)
+        # Resampling w windows shows (w - 1) / w of their variance.
+        few = len(shape) / (len(shape) - 1) if len(shape) > 1 else 1.0
+        size = max(1, CHUNK // picked.size)
+        for start in range(0, len(members), size):
+            part = members[start : start + size]
+            samples = np.stack([np.concatenate(runs[index]) for index in part])
+            medians[part] = np.log(np.median(samples, axis=-1))
+            if samples.shape[1] > 1:
+                resampled = np.median(samples[:, picked], axis=-1, overwrite_input=True)
+                variances[part] = np.log(resampled).var(axis=1, ddof=1) * few
+    return medians, variances
+
+
+def _draws(shape: tuple[int, ...], draws: int) -> NDArray[np.int64]:
+    """Indices into the concatenated windows: `draws` rows of as many windows, each of its steps drawn with replacement.
+
+    Windows of unequal length are drawn as the shortest.
+    """
+    random = np.random.default_rng(0)
+    num_steps = min(shape)
+    starts = np.concatenate([[0], np.cumsum(shape)[:-1]]).astype(np.int64)
+    windows = random.integers(len(shape), size=(draws, len(shape), 1))
+    lengths = np.array(shape)[windows]
+    steps = (random.random((draws, len(shape), num_steps)) * lengths).astype(np.int64)
+    return (starts[windows] + steps).reshape(draws, -1)
+
+
+@cache
+def student_quantile(level: float, degrees: float) -> float:
+    """The t that |T| exceeds with probability `level`, by bisection on the exact distribution function."""
+    if degrees > 200:
+        z = NormalDist().inv_cdf(1 - level / 2)
+        return z if math.isinf(degrees) else z + (z**3 + z) / (4 * degrees)
+    low, high = 0.0, 1.0
+    while student_inside(high, int(degrees)) < 1 - level:
+        high *= 2
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_inside(middle, int(degrees)) < 1 - level else (low, middle)
+    return high
+
+
+def student_inside(t: float, degrees: int) -> float:
+    """P(|T| <= t) for Student's T: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = degrees % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for k in range(degrees // 2):
+        total += term
+        term *= cosine**2 * ((2 * k + 2) / (2 * k + 3) if odd else (2 * k + 1) / (2 * k + 2))
+    return 2 / math.pi * (angle + sine * total) if odd else sine * total

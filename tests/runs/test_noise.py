@@ -1,0 +1,125 @@
+"""Intervals of step times: held to simulated machines, where the truth is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from distbench.runs.noise import ASSUMED_BETWEEN, Ratio, StepTimes, log_medians, student_inside, student_quantile
+from tests.runs.noisy import Noise, simulate
+
+SWEEPS = 200
+
+
+def share_found(medians: list[float], noise: Noise, repeats: int = 3, family: bool = False) -> float:
+    """In which share of simulated sweeps a difference is seen: of the first two, or of anyone to the fastest."""
+    random = np.random.default_rng(7)
+    found = 0
+    for _ in range(SWEEPS):
+        times = StepTimes.of(simulate(random, medians, repeats, noise))
+        count = len(medians)
+        if family:
+            best = int(np.argmin(times.log_medians))
+            verdicts = [times.ratio(index, best, count - 1).verdict for index in range(count)]
+            found += any(verdict != "no difference" for verdict in verdicts)
+        else:
+            found += times.ratio(1, 0).verdict != "no difference"
+    return found / SWEEPS
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        Noise(),
+        Noise(between=0.04, windows=0.02),
+        Noise(between=0.0, windows=0.03),
+        Noise(between=0.01, steps=0.15, hiccups=0.2),
+    ],
+    ids=["usual", "drifting runs", "drifting windows", "rough steps"],
+)
+def test_identical_configurations_are_no_different_in_19_of_20_sweeps(noise: Noise) -> None:
+    assert share_found([0.01, 0.01], noise) <= 0.05
+
+
+def test_nor_is_any_of_six_to_the_fastest(noise: Noise = Noise(between=0.03)) -> None:  # noqa: B008
+    assert share_found([0.01] * 6, noise, family=True) <= 0.08  # 0.05, and what 200 sweeps scatter
+
+
+def test_two_of_which_one_runs_less_evenly() -> None:
+    random = np.random.default_rng(1)
+    found = 0
+    for _ in range(SWEEPS):
+        steady, uneven = (simulate(random, [0.01], 3, Noise(between=between))[0] for between in (0.005, 0.04))
+        found += StepTimes.of([steady, uneven]).ratio(1, 0).verdict != "no difference"
+    assert found / SWEEPS <= 0.08
+
+
+def test_ten_percent_slower_is_found_with_three_repeats() -> None:
+    assert share_found([0.01, 0.011], Noise()) >= 0.9
+    assert share_found([0.01, 0.011, 0.013, 0.015], Noise()) >= 0.95
+
+
+def test_steps_alone_would_see_differences_that_are_not_there() -> None:
+    """Why windows and runs are resampled, and not just steps: the same sweeps, each run's windows taken as one."""
+    random = np.random.default_rng(7)
+    naive = 0
+    for _ in range(SWEEPS):
+        a, b = (runs[0] for runs in simulate(random, [0.01, 0.01], 1, Noise(between=0.03)))
+        medians, variances = log_medians([(np.concatenate(a),), (np.concatenate(b),)])
+        naive += abs(medians[0] - medians[1]) > 1.96 * math.sqrt(variances.sum())
+    assert naive / SWEEPS > 0.3
+
+
+def test_without_repeats_the_spread_of_runs_is_assumed() -> None:
+    times = StepTimes.of([[(np.full(10, 0.01),)], [(np.full(10, 0.0104),)], [(np.full(10, 0.012),)]])
+    assert times.assumed and times.between == ASSUMED_BETWEEN
+    assert times.ratio(1, 0).verdict == "no difference" and times.ratio(2, 0).verdict == "slower"
+    assert times.ratio(0, 2).verdict == "faster" and times.ratio(0, 0) == Ratio(1.0, 1.0, 1.0)
+
+
+def test_repeats_of_some_stand_for_all() -> None:
+    random = np.random.default_rng(0)
+    repeated = simulate(random, [0.01, 0.01], 4, Noise(between=0.01))
+    times = StepTimes.of([*repeated, [(np.full(10, 0.012),)]])
+    assert not times.assumed and times.degrees == 6 and 0.002 < times.between < 0.03
+    assert times.errors[2] > times.errors[0], "one run says less than four"
+
+
+def test_a_runs_figure_does_not_depend_on_the_others() -> None:
+    random = np.random.default_rng(0)
+    runs = [runs[0] for runs in simulate(random, [0.01, 0.02, 0.03], 1, Noise())]
+    together, alone = log_medians(runs), log_medians(runs[1:2])
+    assert together[0][1] == pytest.approx(alone[0][0]) and together[1][1] == pytest.approx(alone[1][0])
+
+
+def test_windows_of_any_length() -> None:
+    medians, variances = log_medians([(np.array([1.0]),), (np.array([1.0, 2.0, 4.0]), np.array([2.0])), (np.ones(5),)])
+    assert medians == pytest.approx([0.0, math.log(2), 0.0])
+    assert variances[0] == 0 and variances[1] > 0 and variances[2] == 0
+
+
+@pytest.mark.parametrize(
+    ("level", "degrees", "expected"),
+    [
+        *((0.05, 1, 12.706), (0.05, 2, 4.303), (0.05, 3, 3.182), (0.05, 4, 2.776), (0.05, 10, 2.228)),
+        *((0.01, 5, 4.032), (0.05, math.inf, 1.960), (0.05, 250, 1.969), (0.001, 7, 5.408)),
+    ],
+)
+def test_students_quantiles(level: float, degrees: float, expected: float) -> None:
+    assert student_quantile(level, degrees) == pytest.approx(expected, abs=2e-3)
+    if math.isfinite(degrees) and degrees < 200:
+        assert student_inside(student_quantile(level, degrees), int(degrees)) == pytest.approx(1 - level)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        (Ratio(1.12, 1.09, 1.15), "12 % slower (9.0 to 15 %)"),
+        (Ratio(0.9, 0.85, 0.95), "10 % faster (5.0 to 15 %)"),
+        (Ratio(1.01, 0.98, 1.04), "no difference in step time (-2.0 to +4.0 %)"),
+    ],
+)
+def test_how_it_is_said(ratio: Ratio, text: str) -> None:
+    assert str(ratio) == text

@@ -1,0 +1,73 @@
+"""`rank`, `report` and `import` as commands: what they print, write, and end with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distbench.__main__ import main
+from distbench.errors import ExitCode
+from tests.runs.records import candidate
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    root = tmp_path / "sweep"
+    root.mkdir()
+    candidate(root, "fast", 10, gib=2)
+    candidate(root, "small", 12, gib=1)
+    return root
+
+
+def test_rank(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["rank", str(sweep)]) == ExitCode.OK
+    assert "decision     000_fast: fastest of 2, beyond noise" in capsys.readouterr().out
+    assert main(["rank", str(sweep), "--rule", "smallest_within", "--within-percent", "30", "--json"]) == ExitCode.OK
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["chosen"] == "001_small" and tree["decide"]["within_percent"] == 30
+    assert main(["rank", str(sweep), "--rule", "fastest_within_memory", "--memory-gib", "1.5"]) == ExitCode.OK
+    assert "decision     001_small: fastest within 1.5 GiB" in capsys.readouterr().out
+
+
+def test_report(sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["report", str(sweep)]) == ExitCode.OK
+    assert (sweep / "report.html").read_text().startswith("<!doctype html>")
+    out = sweep.parent / "mine.html"
+    assert main(["report", str(sweep), "--out", str(out)]) == ExitCode.OK and out.exists()
+    assert f"page     {out}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rank", "missing"], "missing: no such file or folder"),
+        (["rank", "."], "no record to rank in .; a run folder holds a record.json"),
+        (["report", "."], "no record to rank in ."),
+        (["rank", "sweep", "--group", "2"], "there is no group 2; there are 1"),
+        (["rank", "sweep", "--memory-gib", "2"], "--memory-gib is for --rule fastest_within_memory"),
+        (["rank", "sweep", "--within-percent", "2"], "--within-percent is for --rule smallest_within"),
+        (["rank", "sweep", "--rule", "fastest_within_memory"], "needs --memory-gib X"),
+        (["report", "sweep", "--out", "no/such/folder/x.html"], "cannot write no/such/folder/x.html"),
+        (["import", "missing.json", "--out", "x"], "missing.json: no such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    sweep: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if words[1] == ".":
+        (sweep.parent / "empty").mkdir()
+        monkeypatch.chdir(sweep.parent / "empty")
+    else:
+        monkeypatch.chdir(sweep.parent)
+    assert main(words) == ExitCode.USAGE
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["--rule", "best"], ["--memory-gib", "-1"], ["--memory-gib", "nan"], []])
+def test_bad_options(words: list[str], sweep: Path) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["rank", *([str(sweep)] if words else []), *words])
+    assert ended.value.code == ExitCode.USAGE
