@@ -147,12 +147,14 @@ def print_decision(ranking: Ranking, table: bool = True) -> None:
 
 
 def _console() -> Console:
-    return Console(width=None if os.isatty(1) else 180, soft_wrap=True, highlight=False)
+    return Console(width=None if os.isatty(1) else 200, soft_wrap=True, highlight=False)
 
 
 def _print_runs(rows: list[dict[str, Any]]) -> None:
     """Every cell as far as it came: what there is to see where no run has a window."""
     from rich.table import Table
+
+    from distbench.report.decision import short_name
 
     table = Table(box=box.SIMPLE, title=None, show_edge=False)
     for heading in ("cell", "strategy", "precision", "wrap", "prefetch", "ranks", "gate"):
@@ -161,9 +163,9 @@ def _print_runs(rows: list[dict[str, Any]]) -> None:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
     for row in rows:
-        cell = row["cell"].split("_")[0]
+        cell = short_name(row["cell"])
         if "record" not in row:
-            table.add_row(cell, *[""] * 11, row["status"])
+            table.add_row(cell, *[""] * 11, f"{row['status']}: {row['cell'].partition('_')[2]}")
             continue
         record = row["record"]
         config, unused = record["config"], record["not_applicable"]

@@ -101,11 +101,16 @@ def _labels(labels: dict[str, str]) -> dict[str, str]:
     return {key: plain(named[key])[:room] for key, room in ROOM.items()}
 
 
+SHOWN_KEYS = {"strategy", "precision", "wrap_policy", "prefetch", "accumulation", "launch.nproc"}
+"""Overrides that have a column of their own in a sweep's table."""
+
+
 def short_name(name: str) -> str:
-    """A cell's number, or as much of another folder's name as a table has room for."""
+    """A cell's number and what it varies that no column shows, or as much of another folder's name as has room."""
     name = plain(name)
-    if cell := re.match(r"(\d{3,})_", name):
-        return cell[1]
+    if cell := re.match(r"(\d{3,})_(.*)", name):
+        varied = [part for part in cell[2].split(",") if "=" in part and part.partition("=")[0] not in SHOWN_KEYS]
+        name = " ".join([cell[1], *(re.sub(r"^[^=]*\.", "", part) for part in varied)])
     return name if len(name) <= 28 else f"{name[:27]}…"
 
 
