@@ -111,6 +111,7 @@ def short_name(name: str) -> str:
     if cell := re.match(r"(\d{3,})_(.*)", name):
         varied = [part for part in cell[2].split(",") if "=" in part and part.partition("=")[0] not in SHOWN_KEYS]
         name = " ".join([cell[1], *(re.sub(r"^[^=]*\.", "", part) for part in varied)])
+        return name if len(name) <= 18 else f"{name[:17]}…"
     return name if len(name) <= 28 else f"{name[:27]}…"
 
 
