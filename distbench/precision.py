@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from distbench.config import LossScaler, Precision
 from distbench.errors import UserModelError
+from distbench.stand_ins import StandIns, places
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -32,19 +33,31 @@ class CastParameters(nn.Module):
     """Runs a module with its parameters cast to a lower dtype; their gradients arrive in the parameters' own.
 
     What FSDP's mixed precision does at a unit boundary, without sharding. Tied parameters are cast once and stay tied.
+    The cast ones stay in place until backward has ended: activation checkpointing runs forward again in it.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self._cast_module = module
         self.dtype = dtype
+        self._stand_ins = StandIns()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cast = {
             name: parameter.to(self.dtype) if parameter.is_floating_point() else parameter
             for name, parameter in self._cast_module.named_parameters()
         }
-        return functional_call(self._cast_module, cast, args, kwargs)
+        self._stand_ins.clear()
+        cast_of = {id(parameter): cast[name] for name, parameter in self._cast_module.named_parameters()}
+        for module, name in places(self._cast_module.modules()):
+            self._stand_ins.put((module, name), cast_of[id(module._parameters[name])])
+        # Beside the stand-ins, so that in forward `parameters()` are the cast ones, too, as under FSDP.
+        outputs = functional_call(self._cast_module, cast, args, kwargs)
+        if isinstance(outputs, Tensor) and outputs.requires_grad:
+            # Private, and what torch's DDP and FSDP end their backward with (seen in torch 2.13).
+            engine = torch.autograd.Variable._execution_engine
+            outputs.register_hook(lambda _: engine.queue_callback(self._stand_ins.clear))
+        return outputs
 
 
 class PrecisionPolicy:
@@ -74,13 +87,15 @@ class PrecisionPolicy:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.device, self.param_dtype)
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     wanted = self.buffer_dtype if buffer.is_floating_point() else None
                     if wanted is None and buffer.dtype is torch.float32 and self.param_dtype is torch.float64:
                         wanted = torch.float64  # a reference is not rounded by its buffers
-                    module._buffers[name] = buffer.to(self.device, wanted)
+                    # One that several modules share stays one. (The original is kept: ids of dead tensors come again.)
+                    _, module._buffers[name] = shared.setdefault(id(buffer), (buffer, buffer.to(self.device, wanted)))
         return model.to(self.device)
 
     def cast(self, model: nn.Module) -> nn.Module:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 FEATURES = 6
 """Inputs and outputs of every model here, unless its factory says otherwise. Does not divide by 4 ranks."""
@@ -93,6 +94,36 @@ class Normed(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
+
+
+class Reused(Plain):
+    """Calls each block twice, in turns, and each uses its weight three times."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, y: module.linear(torch.tanh(module.linear(y))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, *self.blocks]:
+            x = x + torch.sin(block(x))
+        return self.head(self.head(x))
+
+
+class Checkpointed(Plain):
+    """Each block's forward runs again in backward; what is tied is used in and outside of it."""
+
+    def __init__(self, features: int = FEATURES, reentrant: bool = False) -> None:
+        super().__init__(features)
+        self.reentrant = reentrant
+        self.drop = nn.Dropout(0.3)
+        self.head.weight = self.blocks[0].linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.blocks[1](x))
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: self.drop(block(x)), x, use_reentrant=self.reentrant)
+        return self.head(x)
 
 
 class Lopsided(nn.Module):

@@ -60,6 +60,9 @@ class Reduction:
     param_dtype: str
     broadcast_buffers: bool
     """Rank 0's buffers are sent to all ranks at the forward that follows a synced one."""
+    views_per_call: bool = False
+    """Modules compute with views of their parameters, made anew at each call of a unit (FSDP1): how the gradients of one
+    that is used several times add up (`distbench.stand_ins.ViewsPerCall`)."""
 
     @property
     def divide_before(self) -> int:
@@ -166,4 +169,5 @@ class Reduction:
             "reduce_dtype": self.reduce_dtype if self.reduces else None,
             "param_dtype": self.param_dtype,
             "broadcast_buffers": self.broadcast_buffers,
+            "views_per_call": self.views_per_call,
         }

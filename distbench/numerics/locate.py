@@ -146,7 +146,7 @@ def _reference_pass(config: Config, baseline: Baseline, trainer: Trainer, step: 
     replay = Replay(config, type(trainer.strategy).reduction(config), trainer.world.device)
     replay.load(baseline, step - 1)
     facts, rank = baseline.step(step), trainer.world.rank
-    names = dict(replay.model.named_modules())
+    names = dict(replay.models[rank].named_modules())
     result = Pass()
     factor = replay.shape.world_size / facts["count"] * facts["scale"]
     totals: dict[str, Tensor] = {}
@@ -154,13 +154,10 @@ def _reference_pass(config: Config, baseline: Baseline, trainer: Trainer, step: 
     with capture(names, result) as begin:
         for index, batch in enumerate(replay.batches[rank].micro_batches(step - 1)):
             begin(index)
-            with replay.as_rank(rank):
-                result.losses.append(repr(float(replay.backward(batch, factor))))
-            for name, parameter in replay.parameters.items():
-                if parameter.grad is not None:
-                    total = totals[name] + parameter.grad if name in totals else parameter.grad
-                    totals[name] = total.to(dtype)
-            replay.clear_gradients()
+            result.losses.append(repr(float(replay.backward(rank, batch, factor))))
+            for name, gradient in replay.take_gradients(rank).items():
+                if gradient is not None:
+                    totals[name] = (totals[name] + gradient if name in totals else gradient).to(dtype)
     result.gradients = {name: value.to(replay.policy.param_dtype) for name, value in totals.items()}
     return result
 

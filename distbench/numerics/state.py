@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distbench.numerics.baseline import Baseline
+from distbench.numerics.buffers import set_buffers, stored_buffers
 from distbench.trainer import Trainer
 
 
@@ -17,7 +18,7 @@ from distbench.trainer import Trainer
 class Snapshot:
     step: int
     parameters: list[Tensor]
-    buffers: list[Tensor]
+    buffers: dict[str, Tensor]
     optimizer: list[dict[str, Any]]
     schedule: dict[str, Any]
     learning_rates: list[float]
@@ -32,7 +33,7 @@ def snapshot(trainer: Trainer) -> Snapshot:
     return Snapshot(
         step=trainer.step,
         parameters=[local(p.detach()).clone() for p in trainer.module.parameters()],
-        buffers=[b.detach().clone() for b in trainer.module.buffers()],
+        buffers={name: buffer.detach().clone() for name, buffer in trainer.module.named_buffers()},
         optimizer=[
             {
                 key: local(value).clone() if isinstance(value, Tensor) else copy.copy(value)
@@ -54,8 +55,7 @@ def restore(trainer: Trainer, saved: Snapshot) -> None:
     trainer.step = saved.step
     for parameter, value in zip(trainer.module.parameters(), saved.parameters, strict=True):
         local(parameter.detach()).copy_(value)
-    for buffer, value in zip(trainer.module.buffers(), saved.buffers, strict=True):
-        buffer.copy_(value)
+    set_buffers(trainer.module, saved.buffers)
     held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     for parameter, values in zip(held, saved.optimizer, strict=True):
         if not values:
@@ -95,8 +95,7 @@ def load_state(trainer: Trainer, baseline: Baseline, step: int) -> None:
                     here.copy_(stored)
                 else:
                     slot.write(here, slot.slice_of(stored))
-        for name, buffer in trainer.module.named_buffers():
-            buffer.copy_(file.get_tensor(f"B{trainer.world.rank}/{trainer.strategy.canonical_name(name)}"))
+        set_buffers(trainer.module, stored_buffers(file, trainer.world.rank), trainer.strategy.canonical_name)
     if step == 0:
         trainer.optimizer.state.clear()
     done = [baseline.step(number) for number in range(1, step + 1)]

@@ -82,6 +82,10 @@ def cases() -> dict[str, Config]:
         found[f"{strategy}, tied blocks"] = custom("TiedBlocks", strategy)
         found[f"{strategy}, frozen"] = custom("FrozenBlock", strategy)
         found[f"{strategy}, unused"] = custom("Unused", strategy)
+        found[f"{strategy}, checkpointed"] = custom("Checkpointed", strategy)
+        found[f"{strategy}, checkpointed in bf16"] = custom("Checkpointed", strategy, precision="bf16", accumulation=3)
+        for precision in ("fp32", "bf16", "bf16_autocast"):
+            found[f"{strategy}, reused in {precision}"] = custom("Reused", strategy, precision=precision)
         found[f"{strategy}, sum"] = small(strategy, hidden=7, layers=1, loss=Loss(LossKind.sum))
     found["ddp, unused"] = replace(found["ddp, unused"], strategy=unused)
     own = replace(found["ddp, normed"], strategy=DDPStrategy(broadcast_buffers=False))
@@ -336,4 +340,4 @@ def test_a_replay_leaves_the_users_module_alone() -> None:
     """Between ranks the model is given back the buffers of whoever comes next, and no gradient is left behind."""
     replay, _ = step_replayed(custom("Normed", "ddp"), 2)
     assert all(parameter.grad is None for parameter in replay.parameters.values())
-    assert isinstance(replay.model, nn.Module) and replay.steps_done == 0
+    assert isinstance(replay.models[0], nn.Module) and replay.steps_done == 0
