@@ -33,7 +33,7 @@ from distbench.numerics.summary import Summary, summarize
 from distbench.optim import build_optimizer, build_schedule
 from distbench.precision import DTYPES, PrecisionPolicy, Scaler
 from distbench.runs.files import write_json
-from distbench.stand_ins import ViewsPerCall
+from distbench.stand_ins import UNIT_CALLS
 from distbench.strategies import strategy_class
 from distbench.wrapping import unit_names
 
@@ -188,8 +188,9 @@ class Replay:
 
     def _build(self) -> nn.Module:
         config, model = self.config, self.policy.prepare(build_model(self.config.model, self.config.seed.model))
-        if self.reduction.views_per_call:
-            ViewsPerCall(model, unit_names(config.wrap_policy, model, block_classes(config.model, model)))
+        if self.reduction.unit_calls is not None:
+            units = unit_names(config.wrap_policy, model, block_classes(config.model, model))
+            UNIT_CALLS[self.reduction.unit_calls](model, units)
         return model
 
     def backward(self, rank: int, batch: Batch, factor: float) -> Tensor:

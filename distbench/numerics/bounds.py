@@ -60,9 +60,9 @@ class Reduction:
     param_dtype: str
     broadcast_buffers: bool
     """Rank 0's buffers are sent to all ranks at the forward that follows a synced one."""
-    views_per_call: bool = False
-    """Modules compute with views of their parameters, made anew at each call of a unit (FSDP1): how the gradients of one
-    that is used several times add up (`distbench.stand_ins.ViewsPerCall`)."""
+    unit_calls: str | None = None
+    """What the wrapper does at each call of a unit, a key of `distbench.stand_ins.UNIT_CALLS`: it decides how the
+    gradients of what is used several times add up."""
 
     @property
     def divide_before(self) -> int:
@@ -169,5 +169,5 @@ class Reduction:
             "reduce_dtype": self.reduce_dtype if self.reduces else None,
             "param_dtype": self.param_dtype,
             "broadcast_buffers": self.broadcast_buffers,
-            "views_per_call": self.views_per_call,
+            "unit_calls": self.unit_calls,
         }

@@ -37,7 +37,7 @@ class FSDP(Strategy):
         reduction = super().reduction(config)
         whole = config.strategy.sharding_strategy is ShardingStrategy.NO_SHARD or reduction.world_size == 1
         # distbench's own model uses each weight once, where views make no difference: it shares its baseline with ddp.
-        return replace(reduction, carries=whole, views_per_call=isinstance(config.model, CustomModel))
+        return replace(reduction, carries=whole, unit_calls="views" if isinstance(config.model, CustomModel) else None)
 
     def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         options = self.options
