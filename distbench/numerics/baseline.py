@@ -25,6 +25,7 @@ from distbench.data.batches import Batch, SampleAddressedBatches, build_source, 
 from distbench.errors import BaselineError
 from distbench.losses import LossFunction
 from distbench.models.build import block_classes, build_model, weights_digest
+from distbench.models.check import check_parameters
 from distbench.numerics.bounds import Reduction
 from distbench.numerics.buffers import set_buffers, stored_buffers
 from distbench.numerics.digests import tensor_digest
@@ -187,7 +188,10 @@ class Replay:
     # --- parts
 
     def _build(self) -> nn.Module:
-        config, model = self.config, self.policy.prepare(build_model(self.config.model, self.config.seed.model))
+        config = self.config
+        model = build_model(config.model, config.seed.model)
+        check_parameters(config, model)
+        model = self.policy.prepare(model)
         if self.reduction.unit_calls is not None:
             units = unit_names(config.wrap_policy, model, block_classes(config.model, model))
             UNIT_CALLS[self.reduction.unit_calls](model, units)
