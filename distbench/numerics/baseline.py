@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from distbench.config import BatchShape, Config, Precision, batch_shape
 from distbench.data.batches import Batch, SampleAddressedBatches, build_source, sample_digest, seed_random_state
-from distbench.errors import BaselineError
+from distbench.errors import BaselineError, UserModelError
 from distbench.losses import LossFunction
 from distbench.models.build import block_classes, build_model, weights_digest
 from distbench.models.check import check_parameters
@@ -34,7 +34,7 @@ from distbench.numerics.summary import Summary, summarize
 from distbench.optim import build_optimizer, build_schedule
 from distbench.precision import DTYPES, PrecisionPolicy, Scaler
 from distbench.runs.files import write_json
-from distbench.stand_ins import UNIT_CALLS
+from distbench.stand_ins import UNIT_CALLS, in_backward
 from distbench.strategies import strategy_class
 from distbench.wrapping import unit_names
 
@@ -77,6 +77,8 @@ class Replay:
         self.config, self.reduction, self.device = config, reduction, device
         self.shape: BatchShape = batch_shape(config)
         self.policy = PrecisionPolicy(config.precision, device)
+        self._called: set[str] = set()
+        """Units that the micro-batch at hand has called."""
         self.models = [self._build() for _ in range(self.shape.world_size)]
         """Each rank's own, as a rank builds it: buffers and whatever else a module keeps. Weights are shared."""
         self.initial_weights = weights_digest(self.models[0])
@@ -195,10 +197,39 @@ class Replay:
         if self.reduction.unit_calls is not None:
             units = unit_names(config.wrap_policy, model, block_classes(config.model, model))
             UNIT_CALLS[self.reduction.unit_calls](model, units)
+            self._refuse_second_calls(model, units)
         return model
+
+    def _refuse_second_calls(self, model: nn.Module, units: list[str]) -> None:
+        """Where a unit's second call in a micro-batch would change what is reduced when, in a way that is not replayed.
+
+        Gradients that micro-batches left unreduced then meet the calls' one by one (FSDP1 with cast parameters: each call
+        has its own accumulator), or are reduced by themselves as soon as the last call's backward is done (fully_shard).
+        """
+        casts = self.reduction.unit_calls == "inputs" or self.policy.casts_parameters
+        if self.reduction.accumulation == 1 or self.reduction.synced or not casts:
+            return
+
+        def watch(name: str) -> Any:
+            def before(module: nn.Module, args: Any) -> None:
+                if not torch.is_grad_enabled() or in_backward():
+                    return
+                if name in self._called:
+                    raise UserModelError(
+                        f"{name} is called several times in one forward, and a unit of its own: strategy="
+                        f"{self.config.strategy.name} then adds up unsynced micro-batches in an order that the gate does "
+                        "not replay; set accumulation_sync=true or accumulation=1, or let the module that calls it be the unit"
+                    )
+                self._called.add(name)
+
+            return before
+
+        for name in units:
+            model.get_submodule(name).register_forward_pre_hook(watch(name), prepend=True)
 
     def backward(self, rank: int, batch: Batch, factor: float) -> Tensor:
         """One rank's forward and backward of a micro-batch; its loss sum."""
+        self._called.clear()
         seed_random_state(self.config.seed.model, batch)
         loss = self.loss.sum(self.policy.forward(self.modules[rank], batch.inputs), batch.targets)
         (loss * factor).backward()
