@@ -218,7 +218,7 @@ class Replay:
                     raise UserModelError(
                         f"{name} is called several times in one forward, and a unit of its own: strategy="
                         f"{self.config.strategy.name} then adds up unsynced micro-batches in an order that the gate does "
-                        "not replay; set accumulation_sync=true or accumulation=1, or let the module that calls it be the unit"
+                        "not replay; set accumulation_sync=true or accumulation=1, or let its caller be the unit"
                     )
                 self._called.add(name)
 

@@ -63,6 +63,8 @@ class Location:
     samples: list[int] = field(default_factory=list)
     """Global ids of the micro-batch in which it first showed."""
     micro_batch: int | None = None
+    inputs_agree: bool | None = None
+    """What went into the module was the baseline's; None where no module's forward was found."""
     local_gradients_agree: bool | None = None
     """None where they were not compared."""
     confirmed: bool | None = None
@@ -274,7 +276,9 @@ def _first_forward(reference: Pass, own: Pass, step: int, batches: list[Batch]) 
                 if same_inputs
                 else "its inputs differ already: the fault is between modules"
             )
-            return _at("forward", index, name, kind, step, batches, f"{name or '(root)'} in forward: {note}")
+            place = _at("forward", index, name, kind, step, batches, f"{name or '(root)'} in forward: {note}")
+            place.inputs_agree = same_inputs
+            return place
     return None
 
 
