@@ -16,6 +16,7 @@ from distbench.faults.base import Fault
 from distbench.launching.world import World
 from distbench.losses import LossFunction
 from distbench.models.build import block_classes, build_model, locate, weights_digest
+from distbench.models.check import check_parameters
 from distbench.optim import build_optimizer, build_schedule
 from distbench.precision import PrecisionPolicy, Scaler, dtype_name
 from distbench.strategies import build_strategy
@@ -41,7 +42,9 @@ def build_trainer(config: Config, world: World) -> tuple[Trainer, dict[str, Any]
     Raises NonDeterministicStart if ranks built different weights, and ConfigError as `wrapping.unit_names` does.
     """
     policy = PrecisionPolicy(config.precision, world.device)
-    model = policy.prepare(build_model(config.model, config.seed.model))
+    model = build_model(config.model, config.seed.model)
+    check_parameters(config, model)
+    model = policy.prepare(model)
     start = _same_start(model, world)
     strategy = build_strategy(config, world)
     shards = "wrap_policy" not in not_applicable(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.func import functional_call
 
 from distbench.config import LossScaler, Precision
 from distbench.errors import UserModelError
+from distbench.stand_ins import Place, StandIns, places
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -32,19 +34,47 @@ class CastParameters(nn.Module):
     """Runs a module with its parameters cast to a lower dtype; their gradients arrive in the parameters' own.
 
     What FSDP's mixed precision does at a unit boundary, without sharding. Tied parameters are cast once and stay tied.
+    The cast ones stay in place until backward has ended: activation checkpointing runs forward again in it.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self._cast_module = module
         self.dtype = dtype
+        self._stand_ins = StandIns()
+        self._backward = -1
+        """The engine's number of the backward at hand."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cast = {
             name: parameter.to(self.dtype) if parameter.is_floating_point() else parameter
             for name, parameter in self._cast_module.named_parameters()
         }
-        return functional_call(self._cast_module, cast, args, kwargs)
+        self._stand_ins.clear()
+        held: dict[int, list[Place]] = {}
+        for module, name in places(self._cast_module.modules()):
+            held.setdefault(id(module._parameters[name]), []).append((module, name))
+        for name, parameter in self._cast_module.named_parameters():
+            for place in held[id(parameter)]:
+                self._stand_ins.put(place, cast[name])
+            if cast[name].grad_fn is not None:
+                cast[name].register_hook(partial(self._drop, held[id(parameter)]))
+        # Beside the stand-ins, so that in forward `parameters()` are the cast ones, too, as under FSDP.
+        outputs = functional_call(self._cast_module, cast, args, kwargs)
+        if isinstance(outputs, Tensor) and outputs.requires_grad:
+            outputs.register_hook(self._begin_backward)
+        return outputs
+
+    def _begin_backward(self, _: Tensor) -> None:
+        """Private, and what torch's DDP and FSDP end their backward with (seen in torch 2.13)."""
+        self._backward = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._stand_ins.clear)
+
+    def _drop(self, own: list[Place], _: Tensor) -> None:
+        """Its gradient is complete, so nothing will use it again: memory goes as backward does. Not so within the backward
+        of one checkpointed part (`use_reentrant=True`), where another part may use it still."""
+        if torch._C._current_graph_task_id() == self._backward:
+            self._stand_ins.drop(own)
 
 
 class PrecisionPolicy:
@@ -74,13 +104,15 @@ class PrecisionPolicy:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.device, self.param_dtype)
+        shared: dict[int, tuple[Tensor, Tensor]] = {}
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     wanted = self.buffer_dtype if buffer.is_floating_point() else None
                     if wanted is None and buffer.dtype is torch.float32 and self.param_dtype is torch.float64:
                         wanted = torch.float64  # a reference is not rounded by its buffers
-                    module._buffers[name] = buffer.to(self.device, wanted)
+                    # One that several modules share stays one. (The original is kept: ids of dead tensors come again.)
+                    _, module._buffers[name] = shared.setdefault(id(buffer), (buffer, buffer.to(self.device, wanted)))
         return model.to(self.device)
 
     def cast(self, model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from distbench.config import (
 from distbench.data.batches import build_source
 from distbench.errors import ConfigError, UserModelError
 from distbench.models.build import block_classes, build_model, locate
+from distbench.models.check import check_parameters
 from distbench.precision import DTYPES
 from distbench.wrapping import describe_units, unit_names
 
@@ -39,6 +40,7 @@ def preflight(config: Config) -> tuple[Config, nn.Module | None, list[str]]:
     notes += _check_fault(config)
     model = _meta_model(config)
     if model is not None:
+        check_parameters(config, model)
         _check_batch_norm(config.precision, model)
         notes += _check_units(config, model)
         notes += _slow_low_precision(config, model)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 FEATURES = 6
 """Inputs and outputs of every model here, unless its factory says otherwise. Does not divide by 4 ranks."""
@@ -93,6 +96,85 @@ class Normed(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
+
+
+class Reused(Plain):
+    """Calls each block twice, in turns, and each uses its weight three times."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        for block in self.blocks:
+            block.register_forward_hook(lambda module, args, y: module.linear(torch.tanh(module.linear(y))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, *self.blocks]:
+            x = x + torch.sin(block(x))
+        return self.head(self.head(x))
+
+
+class Checkpointed(Plain):
+    """Each block's forward runs again in backward; what is tied is used in and outside of it."""
+
+    def __init__(self, features: int = FEATURES, reentrant: bool = False) -> None:
+        super().__init__(features)
+        self.reentrant = reentrant
+        self.drop = nn.Dropout(0.3)
+        self.head.weight = self.blocks[0].linear.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: self.drop(block(x)), x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class SelfAttention(Plain):
+    """Attention over one tensor that is query, key and value, and whose gradient meets a residual's outside of it."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        self.attention = nn.MultiheadAttention(features, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        return super().forward(x + self.attention(x, x, x)[0])
+
+
+class ManyBuffers(Plain):
+    """One buffer is made in the first forward, one grows in it, one is expanded, one is two modules' in common."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        shared = torch.zeros(features)
+        self.blocks[0].register_buffer("mean", shared)
+        self.blocks[1].register_buffer("mean", shared)
+        self.register_buffer("grown", torch.ones(1), persistent=False)
+        self.register_buffer("expanded", torch.ones(1).expand(features), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "made"):
+            self.register_buffer("made", torch.arange(x.shape[-1]).cos(), persistent=False)
+        if len(self.grown) < x.shape[-1]:
+            self.grown = torch.linspace(0.5, 1, x.shape[-1])
+        with torch.no_grad():
+            self.blocks[0].mean.mul_(0.5).add_(x.float().mean(0))
+        scale = self.made * self.grown * self.expanded + self.blocks[1].mean
+        return super().forward(x * scale.to(x.dtype))
+
+
+class Hidden(Plain):
+    """Keeps a counter in a plain attribute, and drops a layer as Python's and numpy's generators say."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x = x * (self.calls / 4)
+        for block in self.blocks:
+            y = block(x)
+            x = y if random.random() < 0.5 else x + 0.5 * y
+        return self.head(x) * float(np.random.rand())
 
 
 class Lopsided(nn.Module):
@@ -200,3 +282,43 @@ def needs_storage() -> nn.Module:
 
 
 not_callable = 3
+
+
+class Sparse(nn.Module):
+    """An embedding whose gradient is a sparse tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, FEATURES, sparse=True)
+
+
+class Lazy(nn.Module):
+    """A layer without a shape before its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(FEATURES)
+
+
+class Complex(Plain):
+    """One parameter is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(FEATURES, dtype=torch.complex64))
+
+
+class Scalar(Plain):
+    """One parameter has no dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(1.0))
+
+
+class Transposed(Plain):
+    """One parameter's memory is not in the order of its dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Parameter(torch.randn(2, FEATURES).t())

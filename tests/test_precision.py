@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distbench.build import EffectiveDtypes, build_trainer
 from distbench.config import SGD, Config, LossScaler, NoWrap, Precision
@@ -271,6 +272,36 @@ def test_cast_parameters_casts_once_and_gives_gradients_in_the_masters_dtype() -
     output.sum().backward()
     assert model.first.weight.grad is not None and model.first.weight.grad.dtype is torch.float32
     assert model.first.weight.dtype is torch.float32, "the master was replaced"
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_forward_runs_again_in_backward_with_the_same_cast_parameters(reentrant: bool) -> None:
+    plain, checkpointed = nn.Linear(3, 3), nn.Linear(3, 3)
+    checkpointed.load_state_dict(plain.state_dict())
+    inputs = torch.randn(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    dtypes = []
+
+    def forward(x: Tensor) -> Tensor:
+        dtypes.append(checkpointed.weight.dtype)
+        return nn.functional.linear(x, checkpointed.weight, checkpointed.bias).tanh()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = checkpointed
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert all(p.dtype is torch.bfloat16 for p in self.parameters())
+            return checkpoint(forward, x, use_reentrant=reentrant)
+
+    cast = CastParameters(Twice(), torch.bfloat16)
+    output = cast(inputs)
+    assert [p.dtype for p in cast.parameters()] == [torch.float32] * 2, "an optimizer would see the cast ones"
+    output.sum().backward()
+    CastParameters(plain, torch.bfloat16)(inputs).tanh().sum().backward()
+    assert dtypes == [torch.bfloat16] * 2
+    assert torch.equal(checkpointed.weight.grad, plain.weight.grad)
+    assert isinstance(checkpointed.weight, nn.Parameter), "not released after backward"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,3 +157,20 @@ def test_the_users_own_error_is_left_to_the_ranks(monkeypatch: pytest.MonkeyPatc
 def test_flat_parameters_are_only_fsdps() -> None:
     assert FSDPStrategy().use_orig_params
     preflight(custom("Frozen", "fsdp2", wrap=NoWrap()))
+
+
+@pytest.mark.parametrize(
+    ("model", "message", "strategies"),
+    [
+        ("Sparse", "table is an embedding with sparse=True", {"single", "ddp", "fsdp", "fsdp2"}),
+        ("Lazy", "linear.weight has no shape before the first forward", {"single", "ddp", "fsdp", "fsdp2"}),
+        ("Complex", "phase is complex", {"single", "ddp", "fsdp", "fsdp2"}),
+        ("Scalar", "cannot shard the scalar parameter gain", {"fsdp", "fsdp2"}),
+        ("Transposed", "cannot shard map, whose memory is not in the order of its dimensions", {"fsdp", "fsdp2"}),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "fsdp2"])
+def test_parameters_that_cannot_be_trained(model: str, message: str, strategies: set[str], strategy: str) -> None:
+    config = custom(model, strategy)
+    with pytest.raises(UserModelError, match=message) if strategy in strategies else nullcontext():
+        preflight(replace(config, wrap_policy=NoWrap()))

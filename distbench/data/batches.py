@@ -7,9 +7,11 @@ Optimizer step s consumes ids [s G, (s+1) G); rank r takes the r-th contiguous s
 from __future__ import annotations
 
 import hashlib
+import random
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,9 +74,13 @@ class SampleAddressedBatches:
 
 
 def seed_random_state(seed: int, batch: Batch) -> None:
-    """Seed torch's generators for one micro-batch from the seed and the global id of its first sample, so that dropout is
-    the same wherever and whenever the micro-batch is computed: on a rank, in the baseline, after a resume."""
-    torch.manual_seed(mix(seed, batch.ids[0]))
+    """Seed torch's, Python's and numpy's global generators for one micro-batch from the seed and the global id of its
+    first sample, so that dropout is the same wherever and whenever the micro-batch is computed: on a rank, in the
+    baseline, after a resume."""
+    key = mix(seed, batch.ids[0])
+    torch.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % 2**32)
 
 
 def sample_digest(batches: list[Batch]) -> int:

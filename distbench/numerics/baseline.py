@@ -18,21 +18,25 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from distbench.config import BatchShape, Config, Precision, batch_shape
 from distbench.data.batches import Batch, SampleAddressedBatches, build_source, sample_digest, seed_random_state
-from distbench.errors import BaselineError
+from distbench.errors import BaselineError, UserModelError
 from distbench.losses import LossFunction
-from distbench.models.build import build_model, weights_digest
+from distbench.models.build import block_classes, build_model, weights_digest
+from distbench.models.check import check_parameters
 from distbench.numerics.bounds import Reduction
+from distbench.numerics.buffers import set_buffers, stored_buffers
 from distbench.numerics.digests import tensor_digest
 from distbench.numerics.shards import Shard
 from distbench.numerics.summary import Summary, summarize
 from distbench.optim import build_optimizer, build_schedule
 from distbench.precision import DTYPES, PrecisionPolicy, Scaler
 from distbench.runs.files import write_json
+from distbench.stand_ins import UNIT_CALLS, in_backward
 from distbench.strategies import strategy_class
+from distbench.wrapping import unit_names
 
 MAX_SKIPPED = 24
 """Steps that a loss scaler may skip before the gate gives up looking for one that is not skipped."""
@@ -73,10 +77,16 @@ class Replay:
         self.config, self.reduction, self.device = config, reduction, device
         self.shape: BatchShape = batch_shape(config)
         self.policy = PrecisionPolicy(config.precision, device)
-        self.model = self.policy.prepare(build_model(config.model, config.seed.model))
-        self.initial_weights = weights_digest(self.model)
-        self.module = self.policy.cast(self.model)
-        self.parameters = dict(self.model.named_parameters())
+        self._called: set[str] = set()
+        """Units that the micro-batch at hand has called."""
+        self.models = [self._build() for _ in range(self.shape.world_size)]
+        """Each rank's own, as a rank builds it: buffers and whatever else a module keeps. Weights are shared."""
+        self.initial_weights = weights_digest(self.models[0])
+        self.modules = [self.policy.cast(model) for model in self.models]
+        self.parameters = dict(self.models[0].named_parameters())
+        for model in self.models[1:]:
+            for name, parameter in model.named_parameters():
+                parameter.data = self.parameters[name].data
         dims = {name: parameter.dim() for name, parameter in self.parameters.items()}
         self.optimizer = build_optimizer(config.optimizer, self.parameters.items(), dims)
         self.schedule = build_schedule(config.optimizer, self.optimizer, config.steps)
@@ -87,7 +97,6 @@ class Replay:
             SampleAddressedBatches(source, self.shape, rank, device, self.policy.data_dtype)
             for rank in range(self.shape.world_size)
         ]
-        self.buffers = [self._copy_buffers() for _ in range(self.shape.world_size)]
         self.steps_done = 0
 
     # --- one step
@@ -102,14 +111,11 @@ class Replay:
         synced_before = True
         for index in range(self.shape.accumulation):
             if self.reduction.broadcast_buffers and synced_before:
-                self.buffers = [{name: b.clone() for name, b in self.buffers[0].items()} for _ in ranks]
+                self.broadcast_buffers()
             for rank in ranks:
-                with self.as_rank(rank):
-                    batch = micro[rank][index]
-                    loss = self.backward(batch, self.shape.world_size / count * self.scaler.scale)
-                losses[rank] += loss
-                sums.add(rank, {name: parameter.grad for name, parameter in self.parameters.items()})
-                self.clear_gradients()
+                factor = self.shape.world_size / count * self.scaler.scale
+                losses[rank] += self.backward(rank, micro[rank][index], factor)
+                sums.add(rank, self.take_gradients(rank))
             synced_before = self.reduction.synced or index == self.shape.accumulation - 1
             if synced_before:
                 sums.sync()
@@ -148,7 +154,7 @@ class Replay:
             self.optimizer.step()
             self.schedule.step()
         self.scaler.update(finite=not skipped)
-        self.clear_gradients()
+        self.take_gradients(0)
         self.steps_done += 1
         return {"grad_norm": norm, "clip": clip, "lr": lr, "skipped": skipped}
 
@@ -167,39 +173,80 @@ class Replay:
         """Summary of the parameters as they are now."""
         return summarize(Shard.whole(name, parameter.detach()) for name, parameter in self.parameters.items())
 
+    @property
+    def buffers(self) -> list[dict[str, Tensor]]:
+        """Each rank's, as they are now: forward may have made new ones."""
+        return [dict(model.named_buffers()) for model in self.models]
+
     @torch.no_grad()
     def load(self, baseline: Baseline, step: int) -> None:
         """Weights and buffers of a finished baseline after a step (0: initial)."""
         with baseline.tensors(step) as file:
             for name, parameter in self.parameters.items():
                 parameter.copy_(file.get_tensor(f"P/{name}"))
-            for rank, buffers in enumerate(self.buffers):
-                for name, buffer in buffers.items():
-                    buffer.copy_(file.get_tensor(f"B{rank}/{name}"))
+            for rank, model in enumerate(self.models):
+                set_buffers(model, stored_buffers(file, rank))
 
     # --- parts
 
-    def backward(self, batch: Batch, factor: float) -> Tensor:
+    def _build(self) -> nn.Module:
+        config = self.config
+        model = build_model(config.model, config.seed.model)
+        check_parameters(config, model)
+        model = self.policy.prepare(model)
+        if self.reduction.unit_calls is not None:
+            units = unit_names(config.wrap_policy, model, block_classes(config.model, model))
+            UNIT_CALLS[self.reduction.unit_calls](model, units)
+            self._refuse_second_calls(model, units)
+        return model
+
+    def _refuse_second_calls(self, model: nn.Module, units: list[str]) -> None:
+        """Where a unit's second call in a micro-batch would change what is reduced when, in a way that is not replayed.
+
+        Gradients that micro-batches left unreduced then meet the calls' one by one (FSDP1 with cast parameters: each call
+        has its own accumulator), or are reduced by themselves as soon as the last call's backward is done (fully_shard).
+        """
+        casts = self.reduction.unit_calls == "inputs" or self.policy.casts_parameters
+        if self.reduction.accumulation == 1 or self.reduction.synced or not casts:
+            return
+
+        def watch(name: str) -> Any:
+            def before(module: nn.Module, args: Any) -> None:
+                if not torch.is_grad_enabled() or in_backward():
+                    return
+                if name in self._called:
+                    raise UserModelError(
+                        f"{name} is called several times in one forward, and a unit of its own: strategy="
+                        f"{self.config.strategy.name} then adds up unsynced micro-batches in an order that the gate does "
+                        "not replay; set accumulation_sync=true or accumulation=1, or let its caller be the unit"
+                    )
+                self._called.add(name)
+
+            return before
+
+        for name in units:
+            model.get_submodule(name).register_forward_pre_hook(watch(name), prepend=True)
+
+    def backward(self, rank: int, batch: Batch, factor: float) -> Tensor:
+        """One rank's forward and backward of a micro-batch; its loss sum."""
+        self._called.clear()
         seed_random_state(self.config.seed.model, batch)
-        loss = self.loss.sum(self.policy.forward(self.module, batch.inputs), batch.targets)
+        loss = self.loss.sum(self.policy.forward(self.modules[rank], batch.inputs), batch.targets)
         (loss * factor).backward()
         return loss.detach().double()
 
-    def clear_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+    def take_gradients(self, rank: int) -> dict[str, Tensor | None]:
+        """A rank's gradients, and none are left."""
+        gradients = {name: parameter.grad for name, parameter in self.models[rank].named_parameters()}
+        self.models[rank].zero_grad(set_to_none=True)
+        return gradients
 
-    def _copy_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-
-    @contextmanager
-    def as_rank(self, rank: int) -> Iterator[None]:
-        """Give the model one rank's buffers, and keep what forward makes of them."""
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(self.buffers[rank][name])
-        yield
-        for name, buffer in self.model.named_buffers():
-            self.buffers[rank][name].copy_(buffer)
+    @torch.no_grad()
+    def broadcast_buffers(self) -> None:
+        sent = self.buffers[0]
+        for model in self.models[1:]:
+            for name, buffer in model.named_buffers():
+                buffer.copy_(sent[name])
 
 
 class GradientSums:

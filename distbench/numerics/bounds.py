@@ -60,6 +60,9 @@ class Reduction:
     param_dtype: str
     broadcast_buffers: bool
     """Rank 0's buffers are sent to all ranks at the forward that follows a synced one."""
+    unit_calls: str | None = None
+    """What the wrapper does at each call of a unit, a key of `distbench.stand_ins.UNIT_CALLS`: it decides how the
+    gradients of what is used several times add up."""
 
     @property
     def divide_before(self) -> int:
@@ -166,4 +169,5 @@ class Reduction:
             "reduce_dtype": self.reduce_dtype if self.reduces else None,
             "param_dtype": self.param_dtype,
             "broadcast_buffers": self.broadcast_buffers,
+            "unit_calls": self.unit_calls,
         }

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from distbench.config import Config, world_size
+from distbench.numerics.bounds import unit_roundoff
 from distbench.numerics.gate import Check, GradientCheck, Tier, Verdict
 from distbench.numerics.locate import Location
+from distbench.precision import DTYPES
 
 RANDOM_MODULES = ("Dropout", "AlphaDropout", "FeatureAlphaDropout", "DropPath")
 
@@ -39,7 +41,9 @@ def diagnose(verdict: Verdict, location: Location, config: Config) -> Diagnosis:
     kind, cause = _cause(check, failed, verdict, location, config)
     where = f"first seen in {_where(location)}"
     if location.local_gradients_agree is not None:
-        where += f", local gradients {'equal' if location.local_gradients_agree else 'differ'}"
+        # They were played again from the baseline's state: what a later step itself started from is not known.
+        start = " from the baseline's weights" if check.step > 1 else ""
+        where += f", local gradients{start} {'equal' if location.local_gradients_agree else 'differ'}"
     evidence = [check.detail, *location.evidence, *_numbers(failed)]
     return Diagnosis(kind, f"{cause}; {where}", [line for line in evidence if line])
 
@@ -126,8 +130,15 @@ def _loss_cause(check: Check, location: Location, later: bool) -> tuple[str, str
         return ("later_steps" if later else "before_communication"), cause
     if location.phase == "loss":
         return ("later_steps" if later else "data"), f"the loss itself: {check.detail}"
-    place = f"{location.module} computes something else" if location.module else "forward computes something else"
-    return ("later_steps" if later else "before_communication"), place
+    return ("later_steps" if later else "before_communication"), _something_else(location, "forward")
+
+
+def _something_else(location: Location, what: str) -> str:
+    if location.inputs_agree is False:
+        return (
+            f"what enters {location.module or 'the model'} in {what} differs already, though no module before it does"
+        )
+    return f"{location.module or what} computes something else" + (f" in {what}" if location.module else "")
 
 
 def _gradient_cause(
@@ -157,7 +168,10 @@ def _gradient_cause(
         if _one_element(failed):
             return "reduction", f"a few elements of {_names(failed, location)} changed in the reduction (corruption)"
         if later:
-            return "later_steps", "reduced gradients hold more than this step's, though step 1 was reduced right"
+            return "later_steps", (
+                "reduced gradients are not those of the baseline's weights, though step 1's were: gradients left over or "
+                "left out, or weights that changed between the steps"
+            )
         if all(g.cosine is not None and g.cosine > 0.98 for g in failed) and not few:
             return "reduction", "reduction in a lower precision than declared, or by another algorithm"
         if few:
@@ -170,19 +184,30 @@ def _gradient_cause(
     if location.phase in ("forward", "backward"):
         if location.module_class in RANDOM_MODULES:
             return "before_communication", f"random state: {location.module} drew another mask"
-        return "before_communication", f"{location.module or 'the model'} computes something else in {location.phase}"
+        return "before_communication", _something_else(location, location.phase)
+    if location.phase == "local_gradients" and _rounding(failed, config):
+        return "before_communication", f"gradients of {_names(failed, location)} add up in another order or precision"
+    if location.phase == "local_gradients" and len(location.ranks) < world_size(config):
+        return (
+            "before_communication",
+            f"gradients of {_names(failed, location)} were changed on ranks {location.ranks} alone, before any reduction",
+        )
     if location.phase == "local_gradients" and few:
         return "wrapping", f"only {_names(failed, location)} differ, before any reduction: tying, wrapping or freezing"
     if location.phase == "local_gradients":
-        return (
-            "data",
-            "every rank's own gradient differs though its loss does not: micro-batches lost or weighted otherwise",
-        )
+        lost = "micro-batches lost or weighted otherwise" if config.accumulation > 1 else "changed in or after backward"
+        return "data", f"every rank's own gradient differs though its loss does not: {lost}"
     return "unknown", "unknown"
 
 
 def _one_element(failed: list[GradientCheck]) -> bool:
     return bool(failed) and sum(g.violations for g in failed) <= 4
+
+
+def _rounding(failed: list[GradientCheck], config: Config) -> bool:
+    """Whether nothing is further off than a few dozen roundings of the compute dtype take it."""
+    most = 32 * unit_roundoff(DTYPES[config.precision.compute_dtype])
+    return bool(failed) and all(g.relative_l2 is not None and g.relative_l2 <= most for g in failed)
 
 
 def _scale(failed: list[GradientCheck], config: Config) -> str | None:
@@ -193,6 +218,8 @@ def _scale(failed: list[GradientCheck], config: Config) -> str | None:
     loose = 3e-2 if config.precision.reduce_dtype in ("bf16", "fp16") else 1e-4
     if any(g.cosine is None or g.cosine < 1 - loose for g in usable):
         return None
+    if any(g.relative_l2 is not None and abs(g.alpha - 1) < g.relative_l2 / 2 for g in usable if g.alpha is not None):
+        return None  # most of the difference is not along the gradient: rounding, not a factor
     alphas = [g.alpha for g in usable if g.alpha is not None]
     alpha = statistics.median(alphas)
     if alpha <= 0 or any(abs(a - alpha) > loose * abs(alpha) for a in alphas) or abs(alpha - 1) < 1e-12:

@@ -65,6 +65,8 @@ class Location:
     samples: list[int] = field(default_factory=list)
     """Global ids of the micro-batch in which it first showed."""
     micro_batch: int | None = None
+    inputs_agree: bool | None = None
+    """What went into the module was the baseline's; None where no module's forward was found."""
     local_gradients_agree: bool | None = None
     """None where they were not compared."""
     confirmed: bool | None = None
@@ -148,7 +150,7 @@ def _reference_pass(config: Config, baseline: Baseline, trainer: Trainer, step: 
     replay = Replay(config, type(trainer.strategy).reduction(config), trainer.world.device)
     replay.load(baseline, step - 1)
     facts, rank = baseline.step(step), trainer.world.rank
-    names = dict(replay.model.named_modules())
+    names = dict(replay.models[rank].named_modules())
     result = Pass()
     factor = replay.shape.world_size / facts["count"] * facts["scale"]
     totals: dict[str, Tensor] = {}
@@ -156,13 +158,10 @@ def _reference_pass(config: Config, baseline: Baseline, trainer: Trainer, step: 
     with capture(names, result) as begin:
         for index, batch in enumerate(replay.batches[rank].micro_batches(step - 1)):
             begin(index)
-            with replay.as_rank(rank):
-                result.losses.append(repr(float(replay.backward(batch, factor))))
-            for name, parameter in replay.parameters.items():
-                if parameter.grad is not None:
-                    total = totals[name] + parameter.grad if name in totals else parameter.grad
-                    totals[name] = total.to(dtype)
-            replay.clear_gradients()
+            result.losses.append(repr(float(replay.backward(rank, batch, factor))))
+            for name, gradient in replay.take_gradients(rank).items():
+                if gradient is not None:
+                    totals[name] = (totals[name] + gradient if name in totals else gradient).to(dtype)
     result.gradients = {name: value.to(replay.policy.param_dtype) for name, value in totals.items()}
     return result
 
@@ -279,7 +278,9 @@ def _first_forward(reference: Pass, own: Pass, step: int, batches: list[Batch]) 
                 if same_inputs
                 else "its inputs differ already: the fault is between modules"
             )
-            return _at("forward", index, name, kind, step, batches, f"{name or '(root)'} in forward: {note}")
+            place = _at("forward", index, name, kind, step, batches, f"{name or '(root)'} in forward: {note}")
+            place.inputs_agree = same_inputs
+            return place
     return None
 
 

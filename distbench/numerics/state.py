@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distbench.numerics.baseline import Baseline
+from distbench.numerics.buffers import set_buffers, stored_buffers
 from distbench.trainer import Trainer
 
 
@@ -17,7 +18,8 @@ from distbench.trainer import Trainer
 class Snapshot:
     step: int
     parameters: list[Tensor]
-    buffers: list[Tensor]
+    buffers: dict[str, Tensor]
+    attributes: list[tuple[nn.Module, dict[str, Any]]]
     optimizer: list[dict[str, Any]]
     schedule: dict[str, Any]
     learning_rates: list[float]
@@ -32,7 +34,8 @@ def snapshot(trainer: Trainer) -> Snapshot:
     return Snapshot(
         step=trainer.step,
         parameters=[local(p.detach()).clone() for p in trainer.module.parameters()],
-        buffers=[b.detach().clone() for b in trainer.module.buffers()],
+        buffers={name: buffer.detach().clone() for name, buffer in trainer.module.named_buffers()},
+        attributes=_plain_attributes(trainer.module),
         optimizer=[
             {
                 key: local(value).clone() if isinstance(value, Tensor) else copy.copy(value)
@@ -47,6 +50,13 @@ def snapshot(trainer: Trainer) -> Snapshot:
     )
 
 
+def _plain_attributes(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Counters and flags that the user's modules keep outside of buffers; wrappers' own are left alone."""
+    own = [m for m in model.modules() if not all(c.__module__.startswith("torch.") for c in type(m).__mro__[:-1])]
+    plain = (int, float, bool, str)
+    return [(module, {k: v for k, v in vars(module).items() if isinstance(v, plain)}) for module in own]
+
+
 @torch.no_grad()
 def restore(trainer: Trainer, saved: Snapshot) -> None:
     """Back to a snapshot of the same trainer."""
@@ -54,8 +64,9 @@ def restore(trainer: Trainer, saved: Snapshot) -> None:
     trainer.step = saved.step
     for parameter, value in zip(trainer.module.parameters(), saved.parameters, strict=True):
         local(parameter.detach()).copy_(value)
-    for buffer, value in zip(trainer.module.buffers(), saved.buffers, strict=True):
-        buffer.copy_(value)
+    set_buffers(trainer.module, saved.buffers)
+    for module, attributes in saved.attributes:
+        vars(module).update(attributes)
     held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     for parameter, values in zip(held, saved.optimizer, strict=True):
         if not values:
@@ -95,8 +106,7 @@ def load_state(trainer: Trainer, baseline: Baseline, step: int) -> None:
                     here.copy_(stored)
                 else:
                     slot.write(here, slot.slice_of(stored))
-        for name, buffer in trainer.module.named_buffers():
-            buffer.copy_(file.get_tensor(f"B{trainer.world.rank}/{trainer.strategy.canonical_name(name)}"))
+        set_buffers(trainer.module, stored_buffers(file, trainer.world.rank), trainer.strategy.canonical_name)
     if step == 0:
         trainer.optimizer.state.clear()
     done = [baseline.step(number) for number in range(1, step + 1)]

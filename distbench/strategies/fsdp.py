@@ -12,7 +12,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from distbench.config import BackwardPrefetch, Config, FSDPStrategy, ShardingStrategy
+from distbench.config import BackwardPrefetch, Config, CustomModel, FSDPStrategy, ShardingStrategy
 from distbench.measure.traffic import Traffic
 from distbench.numerics.bounds import Reduction
 from distbench.precision import PrecisionPolicy
@@ -36,7 +36,8 @@ class FSDP(Strategy):
         """Unsharded (NO_SHARD, or one rank), the running average is reduced again with each synced micro-batch."""
         reduction = super().reduction(config)
         whole = config.strategy.sharding_strategy is ShardingStrategy.NO_SHARD or reduction.world_size == 1
-        return replace(reduction, carries=whole)
+        # distbench's own model uses each weight once, where views make no difference: it shares its baseline with ddp.
+        return replace(reduction, carries=whole, unit_calls="views" if isinstance(config.model, CustomModel) else None)
 
     def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         options = self.options

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from distbench.config import BackwardPrefetch, Config, FSDP2Strategy
+from distbench.config import BackwardPrefetch, Config, CustomModel, FSDP2Strategy
 from distbench.measure.traffic import Traffic
 from distbench.numerics.bounds import Reduction
 from distbench.precision import PrecisionPolicy
@@ -29,7 +29,12 @@ class FSDP2(Strategy):
     @classmethod
     def reduction(cls, config: Config) -> Reduction:
         """Unsynced micro-batches add up in the reduction dtype."""
-        return replace(super().reduction(config), accumulate_dtype=config.precision.reduce_dtype)
+        return replace(
+            super().reduction(config),
+            accumulate_dtype=config.precision.reduce_dtype,
+            # The units of distbench's own model use their input as often as it is used at all: nothing to tell apart.
+            unit_calls="inputs" if isinstance(config.model, CustomModel) else None,
+        )
 
     def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         mesh = init_device_mesh(self.world.device.type, (self.world.size,), mesh_dim_names=("shard",))

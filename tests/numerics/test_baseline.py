@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,9 +26,11 @@ from distbench.config import (
     Loss,
     LossKind,
     LossScaler,
+    NoWrap,
+    PatternWrap,
     SyntheticData,
 )
-from distbench.errors import BaselineError
+from distbench.errors import BaselineError, UserModelError
 from distbench.losses import LossFunction
 from distbench.models.build import build_model
 from distbench.numerics.baseline import (
@@ -67,6 +70,7 @@ def language(strategy: str, **changes: Any) -> Config:
 
 def cases() -> dict[str, Config]:
     found: dict[str, Config] = {}
+    attention = PatternWrap(patterns=["attention", r"blocks\.\d"])
     for strategy, name, (k, synced) in itertools.product(
         STRATEGIES, ("fp32", "bf16", "fp16"), ((1, False), (3, False), (3, True))
     ):
@@ -82,7 +86,19 @@ def cases() -> dict[str, Config]:
         found[f"{strategy}, tied blocks"] = custom("TiedBlocks", strategy)
         found[f"{strategy}, frozen"] = custom("FrozenBlock", strategy)
         found[f"{strategy}, unused"] = custom("Unused", strategy)
+        found[f"{strategy}, checkpointed"] = custom("Checkpointed", strategy)
+        found[f"{strategy}, checkpointed in bf16"] = custom("Checkpointed", strategy, precision="bf16", accumulation=3)
+        for precision in ("fp32", "bf16", "bf16_autocast"):
+            found[f"{strategy}, reused in {precision}"] = custom("Reused", strategy, precision=precision)
+        found[f"{strategy}, attention"] = custom("SelfAttention", strategy, wrap=attention)
+        if strategy != "ddp":  # broadcasts buffers before forward, and into an expanded one it cannot
+            found[f"{strategy}, many buffers"] = custom("ManyBuffers", strategy, accumulation=3, precision="bf16")
+        found[f"{strategy}, hidden state"] = custom("Hidden", strategy, accumulation=3)
         found[f"{strategy}, sum"] = small(strategy, hidden=7, layers=1, loss=Loss(LossKind.sum))
+    for variant in ("fsdp-flat", "fsdp-grad-op", "fsdp-no-shard", "fsdp2-keep"):
+        found[f"{variant}, reused"] = custom("Reused", variant)
+        found[f"{variant}, reused in bf16_autocast"] = custom("Reused", variant, precision="bf16_autocast")
+        found[f"{variant}, attention in bf16"] = custom("SelfAttention", variant, wrap=attention, precision="bf16")
     found["ddp, unused"] = replace(found["ddp, unused"], strategy=unused)
     own = replace(found["ddp, normed"], strategy=DDPStrategy(broadcast_buffers=False))
     return {**found, "ddp, normed, own buffers": own}
@@ -121,6 +137,25 @@ def test_ranks_of_the_language_model_hold_unequal_counts() -> None:
     replay, replayed = step_replayed(config)
     counts = [replay.loss.local_count(batches.micro_batches(0)) for batches in replay.batches]
     assert counts[0] != counts[1] and sum(counts) == replayed.count
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "changes", "refused"),
+    [
+        ("fsdp2", "fp32", {"accumulation": 2}, True),
+        ("fsdp", "bf16", {"accumulation": 2}, True),
+        ("fsdp", "fp32", {"accumulation": 2}, False),
+        ("fsdp2", "fp32", {"accumulation": 2, "accumulation_sync": True}, False),
+        ("fsdp2", "fp32", {"accumulation": 2, "wrap": NoWrap()}, False),
+        ("ddp", "bf16", {"accumulation": 2}, False),
+    ],
+)
+def test_a_unit_called_twice_is_refused_where_its_reduction_is_not_replayed(
+    strategy: str, precision: str, changes: dict[str, Any], refused: bool
+) -> None:
+    config = custom("Reused", strategy, precision=precision, **changes)
+    with pytest.raises(UserModelError, match=r"blocks\.0 is called several times") if refused else nullcontext():
+        step_replayed(config)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -336,4 +371,4 @@ def test_a_replay_leaves_the_users_module_alone() -> None:
     """Between ranks the model is given back the buffers of whoever comes next, and no gradient is left behind."""
     replay, _ = step_replayed(custom("Normed", "ddp"), 2)
     assert all(parameter.grad is None for parameter in replay.parameters.values())
-    assert isinstance(replay.model, nn.Module) and replay.steps_done == 0
+    assert isinstance(replay.models[0], nn.Module) and replay.steps_done == 0

@@ -163,6 +163,14 @@ def test_strategies_share_a_baseline(tmp_path: Path) -> None:
         assert len({key(config, nn.BatchNorm1d(2), 2) for config in configs}) == 2
 
 
+def test_units_matter_where_a_wrapper_does_something_at_their_calls(tmp_path: Path) -> None:
+    for name, differ in (("ddp", False), ("fsdp", True), ("fsdp2", True)):
+        config = custom("Plain", name, output_dir=str(tmp_path))
+        keys = {key(replace(config, wrap_policy=wrap), None, 2) for wrap in (NoWrap(), BlockWrap())}
+        assert len(keys) == 1 + differ, name
+    assert len({key(custom("Plain", name), None, 2) for name in ("ddp", "fsdp", "fsdp2")}) == 3
+
+
 def test_steps_matter_where_a_scaler_may_skip_some(tmp_path: Path) -> None:
     """A short run's baseline may end before enough steps were taken."""
     scaler = LossScaler(enabled=True)

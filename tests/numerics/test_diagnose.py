@@ -22,7 +22,7 @@ def config_of(ranks: int = 2, accumulation: int = 1, precision: str = "fp32") ->
 
 
 def gradient(name: str, alpha: float | None = 1.0, cosine: float | None = 1.0, **changes: Any) -> GradientCheck:
-    off = None if alpha is None else abs(alpha - 1) + 1e-3
+    off = None if alpha is None or cosine is None else math.hypot(alpha - 1, 1e-5 + math.sqrt(2 * (1 - cosine)))
     row = GradientCheck(name, 1, "free", "fail", off, cosine, alpha, 10.0, 100, 0, 1e-6, 0.1)
     return replace(row, **changes)
 
@@ -121,10 +121,44 @@ def test_compute(phase: str) -> None:
 
 def test_local_gradients() -> None:
     location = Location("local_gradients", 1, local_gradients_agree=False)
+    location.ranks = [0, 1]
     few = diagnose(verdict_of(gradient("a", 0.9, 0.9), fine=9), location, config_of())
     assert few.kind == "wrapping" and "only a differ" in few.text
     every = diagnose(verdict_of(gradient("a", 0.9, 0.9), gradient("b", 0.8, 0.9)), location, config_of())
     assert every.kind == "data"
+
+
+def test_one_ranks_gradient_is_no_wrapping() -> None:
+    location = Location("local_gradients", 1, ranks=[1], local_gradients_agree=False)
+    found = diagnose(verdict_of(gradient("a", 1.3, 0.99), fine=9), location, config_of())
+    assert "gradients of a were changed on ranks [1] alone" in found.text and found.kind == "before_communication"
+
+
+def test_rounding_is_no_scale_and_no_wrapping() -> None:
+    location = Location("local_gradients", 1, ranks=[0, 1], local_gradients_agree=False)
+    row = gradient("a", 1 + 1e-9, 1.0, relative_l2=6e-8)
+    found = diagnose(verdict_of(row), location, config_of())
+    assert "gradients of a add up in another order or precision" in found.text and "scaled" not in found.text
+
+
+def test_micro_batches_are_not_lost_where_there_is_one() -> None:
+    location = Location("local_gradients", 1, ranks=[0, 1], local_gradients_agree=False)
+    verdict = verdict_of(gradient("a", 0.9, 0.9), gradient("b", 0.8, 0.9))
+    assert "changed in or after backward" in diagnose(verdict, location, config_of()).text
+    assert "micro-batches lost" in diagnose(verdict, location, config_of(accumulation=2)).text
+
+
+def test_what_enters_a_module_is_not_its_own_fault() -> None:
+    location = Location("forward", 1, "head", "Linear", "forward", inputs_agree=False, local_gradients_agree=False)
+    found = diagnose(verdict_of(gradient("a", 0.9, 0.9)), location, config_of())
+    assert "what enters head in forward differs already" in found.text and "computes something else" not in found.text
+
+
+def test_a_later_steps_own_weights_are_not_vouched_for() -> None:
+    location = replace(REDUCTION, step=2)
+    found = diagnose(verdict_of(gradient("a", 0.9, 0.9, step=2)), location, config_of())
+    assert "local gradients from the baseline's weights equal" in found.text
+    assert "weights that changed between the steps" in found.text
 
 
 def test_later_steps() -> None:

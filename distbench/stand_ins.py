@@ -1,0 +1,115 @@
+"""What wrappers put between modules and their tensors: cast copies and views of parameters, copies of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+Place = tuple[nn.Module, str]
+"""A module and the name of a parameter that it holds itself."""
+
+
+class StandIns:
+    """`module.weight` is the stand-in while `module.parameters()` are still the parameters themselves: a plain attribute
+    comes before a registered parameter. An optimizer, a wrapper and a state dict see nothing of it."""
+
+    def __init__(self) -> None:
+        self._places: set[Place] = set()
+
+    def put(self, place: Place, tensor: Tensor) -> None:
+        module, name = place
+        vars(module)[name] = tensor
+        self._places.add(place)
+
+    def drop(self, places: Iterable[Place]) -> None:
+        for module, name in places:
+            vars(module).pop(name, None)
+
+    def clear(self) -> None:
+        self.drop(self._places)
+        self._places.clear()
+
+
+def places(modules: Iterable[nn.Module]) -> list[Place]:
+    """Where these modules hold parameters themselves; tied ones at each of their places."""
+    return [
+        (module, name) for module in modules for name, parameter in module._parameters.items() if parameter is not None
+    ]
+
+
+def views_per_call(model: nn.Module, units: list[str]) -> None:
+    """Before each call of a unit, let its parameters become views of themselves, made anew, as FSDP1's views of its flat
+    parameter are.
+
+    Each parameter is used with the same values, but its gradients add up otherwise: first those within a call, then the
+    calls'. And autocast casts a view at each use, where it casts a parameter once.
+
+    `units`: names of the wrapped modules without the root, as `wrapping.unit_names` gives them.
+    """
+    held: dict[str, list[nn.Module]] = {name: [] for name in ["", *units]}
+    for name, module in model.named_modules():
+        unit = max((unit for unit in held if not unit or f"{name}.".startswith(f"{unit}.")), key=len)
+        held[unit].append(module)
+    views = StandIns()
+
+    def renew(own: list[Place]) -> Any:
+        def before(module: nn.Module, args: Any) -> None:
+            if in_backward():
+                return  # checkpointing runs this forward again: it keeps the views, as in FSDP1
+            made: dict[int, Tensor] = {}
+            with torch.enable_grad():
+                for place in own:
+                    # Registered while forward runs: the parameter, or what `CastParameters` made of it.
+                    parameter = place[0]._parameters[place[1]]
+                    assert parameter is not None
+                    views.put(place, made.setdefault(id(parameter), parameter.view_as(parameter)))
+
+        return before
+
+    for unit, modules in held.items():
+        # Before the hooks that a model brings: FSDP1 wraps around them.
+        model.get_submodule(unit).register_forward_pre_hook(renew(places(modules)), prepend=True)
+
+
+def inputs_per_call(model: nn.Module, units: list[str]) -> None:
+    """Pass what goes into each unit, and needs a gradient, through an autograd function, as fully_shard does.
+
+    Its gradients add up within the unit before they meet those from outside (a residual's). And one tensor that goes in
+    twice becomes two, so attention that asks whether its query is its key takes another path.
+    """
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not found or not torch.is_grad_enabled() or in_backward():
+            return None
+        passed = iter(_Pass.apply(*found))
+        return tree_unflatten(
+            [next(passed) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf for leaf in leaves], spec
+        )
+
+    for unit in ["", *units]:
+        model.get_submodule(unit).register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return gradients
+
+
+UNIT_CALLS = {"views": views_per_call, "inputs": inputs_per_call}
+"""What a wrapper does at each call of a unit, by the name that `Reduction.unit_calls` has for it."""
+
+
+def in_backward() -> bool:
+    """Private, and what torch's own checkpointing asks (seen in torch 2.13)."""
+    return torch._C._current_graph_task_id() != -1
