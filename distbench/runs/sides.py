@@ -97,7 +97,7 @@ def _open_folder(path: Path) -> Side:
         return _open_twin(path)
     if not _is_run(path):
         summaries = _steps(path, _SUMMARY)
-        if summaries and _is_summary(next(iter(summaries.values()))):
+        if summaries and is_summary(next(iter(summaries.values()))):
             return Side(path, Kind.summaries, summaries=summaries, full_gradients=_steps(path, _FULL))
         if not any(path.glob("*.safetensors*")) and (inside := _folders_inside(path)):
             raise RunFolderError(f"{path} holds nothing to compare itself; name a folder in it: {inside}")
@@ -160,13 +160,18 @@ def _folders_inside(path: Path, depth: int = 2) -> str:
 
 
 def _open_file(path: Path) -> Side:
-    if not _is_summary(path):
+    if not is_summary(path):
         return Side(path, Kind.tensors, weights={None: path})
     match = _SUMMARY.fullmatch(path.name)
     return Side(path, Kind.summaries, summaries={int(match[1]) if match else None: path})
 
 
-def _is_summary(path: Path) -> bool:
+def summaries_in(folder: Path) -> list[Path]:
+    """Files of a folder that are named as gradient summaries are, in order of steps."""
+    return list(_steps(folder, _SUMMARY).values())
+
+
+def is_summary(path: Path) -> bool:
     """Whether this is a gradient summary; what cannot be opened is not, and its reader says why."""
     from safetensors import SafetensorError, safe_open
 
