@@ -8,10 +8,12 @@ import signal
 import socket
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from distbench import __version__
 from distbench.__main__ import _flags_first
 from distbench.sweep import read_duplicate
 from tests.cli import CUSTOM, SMALL, TIMEOUT_S, Command, Finished, distbench, environment, start, target, torchrun
@@ -49,6 +51,12 @@ def test_help_lists_every_group_without_torch(tmp_path: Path) -> None:
     assert helped.left == []
 
 
+def test_versions_without_torch(tmp_path: Path) -> None:
+    asked = without_torch("--version", cwd=tmp_path).finish()
+    assert asked.code == OK and asked.left == []
+    assert asked.out == f"distbench {__version__}, torch {version('torch')}\n"
+
+
 REFUSED = [
     (["stepz=3"], "Key 'stepz' not in 'Config'\nDid you mean steps?"),
     (["strategy=fdsp"], "Available options in 'strategy': ddp fsdp fsdp2 single\nDid you mean strategy=fsdp?"),
@@ -58,10 +66,19 @@ REFUSED = [
     (["model.hidden_dim=null"], "model.hidden_dim=null is not a value it can have"),
     (
         ["strategy=fsdp2", "strategy.reshard_after_forward=maybe"],
-        "strategy.reshard_after_forward=maybe is none of bool, int",
+        "strategy.reshard_after_forward=maybe is not true, false or a whole number",
     ),
     (["model.hidden_dim=0"], "model.hidden_dim=0 is too small; it must be at least 1"),
     (["global_batch=7"], "global_batch=7 does not divide into 2 ranks x accumulation=1; use a multiple of 2"),
+    (["--strategy=fsdp"], "--strategy=fsdp is not a flag; overrides have no dashes: strategy=fsdp"),
+    (["--learning-rate", "0.1"], "--learning-rate is not a flag; overrides have no dashes: optimizer.lr=..."),
+    (["recipes=ddp_vs_fsdp"], "Did you mean +recipes=ddp_vs_fsdp?"),
+    (["data=text"], "not loss=mse; use model=simple_text loss=cross_entropy data=text data.path="),
+    (
+        ["data=text", "data.path=~/books"],
+        "Quote such a value for Hydra inside the shell's quotes: \"data.path='~/books'\"",
+    ),
+    (["model=custom", "model._target_=a.b"], "such as model.input_shape=[64] model.target_shape=[64]"),
     (["launch.nproc=abc"], "launch.nproc='abc' must be a number of ranks or auto"),
     (
         ["model=simple_text", "data=text", "loss=cross_entropy", "data.path=/no/such"],
@@ -91,6 +108,13 @@ def test_refusals_are_one_message_and_leave_nothing(words: list[str], message: s
     assert refused.err.startswith("distbench: ") and refused.err.count("distbench: ") == 1
     assert "Traceback" not in refused.said and refused.out == ""
     assert refused.left == []
+
+
+def test_a_typo_in_a_sweep_is_told_once(tmp_path: Path) -> None:
+    refused = distbench("-m", "strategy=ddp,fdsp", *SMALL, cwd=tmp_path)
+    assert refused.code == USAGE and refused.runs == []
+    assert refused.err.startswith("distbench: In 'config': Could not find 'strategy/fdsp'")
+    assert refused.err.endswith("\nDid you mean strategy=fsdp?\n") and "Warning" not in refused.err
 
 
 def test_what_only_the_model_tells_is_refused_as_well(tmp_path: Path) -> None:
