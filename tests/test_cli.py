@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -16,7 +17,19 @@ import pytest
 from distbench import __version__
 from distbench.__main__ import _flags_first
 from distbench.sweep import read_duplicate
-from tests.cli import CUSTOM, SMALL, TIMEOUT_S, Command, Finished, distbench, environment, start, target, torchrun
+from tests.cli import (
+    CUSTOM,
+    REPOSITORY,
+    SMALL,
+    TIMEOUT_S,
+    Command,
+    Finished,
+    distbench,
+    environment,
+    start,
+    target,
+    torchrun,
+)
 
 OK, USAGE, CRASHED, INTERRUPTED = 0, 2, 4, 5
 
@@ -321,6 +334,13 @@ def wait_for(command: Command, files: list[Path]) -> None:
         time.sleep(0.05)
 
 
+def documented_keys() -> set[str]:
+    """Top-level keys of the record, as docs/run-folder.md names them."""
+    text = (REPOSITORY / "docs" / "run-folder.md").read_text()
+    table = text[text.index("## record.json") : text.index("## metrics.jsonl")]
+    return {key for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for key in re.findall(r"`(\w+)`", row)}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_says_so_and_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
     signs = tmp_path / "signs"
@@ -334,7 +354,10 @@ def test_an_interrupted_run_says_so_and_leaves_no_process(number: signal.Signals
     ended = command.finish()
     assert ended.code == INTERRUPTED, ended.said
     assert "distbench: interrupted" in ended.err and "Traceback" not in ended.said
-    assert ended.record["status"] == "interrupted" and ended.record["finished"]
+    record = ended.record
+    assert record["status"] == "interrupted" and record["finished"] and record["reason"] == "stopped by the user"
+    assert f"    interrupted: run folder {ended.run.relative_to(tmp_path)}\n" in ended.out
+    assert documented_keys() <= set(record) and record["result"] is record["gate"] is None
     assert len(ended.runs) == 1, "the sweep went on"
     # Ranks ignore SIGINT. Were it passed on to them, they would be killed after half a minute.
     assert {path.name for path in signs.glob("ended*")} == {"ended0", "ended1"}

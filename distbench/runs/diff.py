@@ -285,7 +285,8 @@ def _environment(side: Side, summaries: _Summaries) -> dict[str, Any]:
         metadata = summaries.metadata()
         return {key: value for key, value in metadata.items() if key not in ("step", "run")}
     record = side.record
-    tree = {key: record.get(key) for key in ("environment", "dtypes", "batch", "model", "initial_weights")}
+    sections = ("environment", "dtypes", "batch", "model", "initial_weights")
+    tree = {key: record[key] for key in sections if record.get(key) is not None}  # null: the run did not get there
     topology = record.get("topology")
     if isinstance(topology, dict):
         ranks = [rank for rank in topology.get("ranks") or [] if isinstance(rank, dict)]

@@ -127,7 +127,7 @@ def _open_folder(path: Path) -> Side:
 def _open_twin(path: Path) -> Side:
     """The run that a sweep's cell names instead of holding one of its own: a neighbour, and itself a run."""
     file = path / _DUPLICATE
-    content = _read_text(file, MAX_YAML_BYTES)
+    content = read_text(file, MAX_YAML_BYTES)
     with _as_run_folder_error(file):
         name = json.loads(content)["duplicate_of"]
         if not isinstance(name, str) or Path(name).name != name:
