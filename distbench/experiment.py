@@ -169,8 +169,8 @@ def run_rank(
     console: TextIO,
     baseline: BaselineEntry | None,
     store: dist.Store | None = None,
-) -> None:
-    """One rank's part of one run. Rank 0 writes the shared files."""
+) -> Status:
+    """One rank's part of one run, and what became of it. Rank 0 writes the shared files."""
     from distbench.build import EffectiveDtypes, build_trainer, set_determinism
     from distbench.checkpoint.save import save_model
     from distbench.launching.world import World
@@ -203,7 +203,7 @@ def run_rank(
                 status=Status.gate_failed.value, reason=gate["text"], gate=gate, topology=topology, dtypes=dtypes.seen
             )
         world.leave()
-        return
+        return Status.gate_failed
 
     measured, reason = measure_windows(config, trainer, folder)
     trainer.run(until=config.steps)
@@ -221,3 +221,4 @@ def run_rank(
         )
     del trainer, state, measured  # a wrapper's collectives must not outlive the process group
     world.leave()
+    return Status.passed

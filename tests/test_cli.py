@@ -31,7 +31,7 @@ from tests.cli import (
     torchrun,
 )
 
-OK, USAGE, CRASHED, INTERRUPTED = 0, 2, 4, 5
+OK, USAGE, GATE, CRASHED, INTERRUPTED = 0, 2, 3, 4, 5
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -384,6 +384,26 @@ def test_torchrun_with_a_model_that_fails_ends(tmp_path: Path) -> None:
     assert ended.out.count("ArithmeticError: one rank's mistake") == 1
     assert ended.record["status"] == "crashed"
     assert ended.record["reason"] == "rank 1: ArithmeticError: one rank's mistake"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [(["fault=sum_not_mean", "gate=default", "gate.steps=1"], GATE), (["steps=0"], USAGE)],
+    ids=["gate", "refused"],
+)
+def test_every_joined_rank_ends_with_our_code(words: list[str], code: int, tmp_path: Path) -> None:
+    """torchrun itself ends with 1, whatever they end with, so they are started as it would start them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "distbench", *SMALL, "strategy=ddp", *words]
+    ranks = [
+        Command(*command, cwd=tmp_path, env={**environment(), **world, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in ("0", "1")
+    ]
+    ended = [rank.finish() for rank in ranks]
+    assert [one.code for one in ended] == [code, code], [one.said for one in ended]
 
 
 @pytest.mark.parametrize(
