@@ -40,7 +40,8 @@ examples
   python -m distbench -m +recipes=ddp_vs_fsdp
   torchrun --nproc-per-node 2 -m distbench strategy=fsdp2
 
---cfg job [OVERRIDES...] shows the composed configuration, --hydra-help Hydra's own options (completion among them)."""
+--cfg job [OVERRIDES...] shows the composed configuration, --version the versions of distbench and torch, --hydra-help
+Hydra's own options (completion among them)."""
 
 
 def entry() -> None:
@@ -60,6 +61,9 @@ def main(argv: list[str]) -> int:
             return int(import_module(module).main(argv[1:]))
         if {"-h", "--help"} & set(argv):
             print(_help())
+            return ExitCode.OK
+        if "--version" in argv:
+            print(_versions())
             return ExitCode.OK
         _refuse_stray_words(argv)
         return _run(argv)
@@ -82,6 +86,14 @@ def _help() -> str:
         if group.is_dir()
     )
     return HELP.format(commands=commands, groups=groups)
+
+
+def _versions() -> str:
+    from importlib.metadata import version
+
+    from distbench import __version__
+
+    return f"distbench {__version__}, torch {version('torch')}"
 
 
 def _refuse_stray_words(argv: list[str]) -> None:
@@ -135,16 +147,22 @@ def _flags_first(argv: list[str]) -> list[str]:
 
 
 def _compose_and_run(argv: list[str]) -> int:
+    import warnings
+
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     from distbench import sweep
     from distbench.config import register_schemas
-    from distbench.hydra_edge import conf_dir, explain, register_resolvers, skip_mode_lookup
+    from distbench.hydra_edge import conf_dir, explain, refuse_flags, register_resolvers, skip_mode_lookup
 
+    refuse_flags(argv)
     register_schemas()
     register_resolvers()
+    # A cell that cannot be composed is refused by Hydra itself right after our callback met it: not in two ways.
+    composing = "(MissingConfig|ConfigComposition|OverrideParse)Exception"
+    warnings.filterwarnings("ignore", rf"Callback SweepCallback\.on_multirun_start raised {composing}")
     skip_mode_lookup(argv)
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them and exiting with 1

@@ -28,6 +28,13 @@ EXIT_CODES = {
 """Every other status ends with ExitCode.CRASHED."""
 
 
+RANKS_SECTIONS = (
+    *("model", "initial_weights", "units", "wrapper", "topology", "dtypes", "gate"),
+    *("window", "window_reason", "result", "checkpoint"),
+)
+"""The record's keys that rank 0 fills in."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What became of a run, for the command line."""
@@ -45,7 +52,7 @@ def run(config: Config, folder: RunFolder) -> Outcome:
     """Run one validated config in a fresh folder: baseline, ranks, and what became of it."""
     from distbench.launching import joined, local
     from distbench.preflight import preflight
-    from distbench.report.console import print_run
+    from distbench.report.console import print_run, relative
 
     if joined_world() is None:
         local.check_port(config)
@@ -72,6 +79,7 @@ def run(config: Config, folder: RunFolder) -> Outcome:
         return report_failure(folder, failed.ranks)
     except (local.Interrupted, KeyboardInterrupt):
         folder.update_record(status=Status.interrupted.value, reason="stopped by the user", finished=now())
+        print(f"    interrupted: run folder {relative(folder.path)}", flush=True)
         return Outcome(Status.interrupted, ExitCode.INTERRUPTED)
     except Exception as error:  # whatever it was, no record says running once nothing runs
         reason = f"{type(error).__name__}: {error}"
@@ -85,7 +93,7 @@ def run(config: Config, folder: RunFolder) -> Outcome:
 
 
 def first_sections(config: Config, folder: RunFolder, notes: list[str]) -> dict[str, Any]:
-    """The record before any rank exists."""
+    """The record before any rank exists. What only ranks know is null until they say it; `reason` says why it stays so."""
     shape = batch_shape(config)
     return {
         "status": Status.running.value,
@@ -100,6 +108,7 @@ def first_sections(config: Config, folder: RunFolder, notes: list[str]) -> dict[
         "batch": {**shape.to_dict(), "text": str(shape)},
         "seeds": asdict(config.seed),
         "warnings": notes,
+        **dict.fromkeys(RANKS_SECTIONS),
     }
 
 
@@ -160,8 +169,8 @@ def run_rank(
     console: TextIO,
     baseline: BaselineEntry | None,
     store: dist.Store | None = None,
-) -> None:
-    """One rank's part of one run. Rank 0 writes the shared files."""
+) -> Status:
+    """One rank's part of one run, and what became of it. Rank 0 writes the shared files."""
     from distbench.build import EffectiveDtypes, build_trainer, set_determinism
     from distbench.checkpoint.save import save_model
     from distbench.launching.world import World
@@ -194,7 +203,7 @@ def run_rank(
                 status=Status.gate_failed.value, reason=gate["text"], gate=gate, topology=topology, dtypes=dtypes.seen
             )
         world.leave()
-        return
+        return Status.gate_failed
 
     measured, reason = measure_windows(config, trainer, folder)
     trainer.run(until=config.steps)
@@ -212,3 +221,4 @@ def run_rank(
         )
     del trainer, state, measured  # a wrapper's collectives must not outlive the process group
     world.leave()
+    return Status.passed

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distbench import config as schema
+from distbench.errors import ConfigError
 
 MAX_NAME = 120
 """Characters of a sweep cell's folder name; file systems allow 255 bytes, and people read fewer."""
@@ -100,29 +101,54 @@ def explain(error: Exception) -> str:
     message = _wrong_value("\n".join(kept))
     if hint := _hint(message):
         # Hydra proposes to append the unknown key, which the typed schema would refuse as well.
-        kept = [line for line in kept if not line.startswith("To append to your config use")]
+        kept = [line for line in kept if not line.startswith(("To append to your", "See https://"))]
         message = "\n".join([*kept, hint])
     return message
 
 
-KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+KINDS = {
+    "Integer": "a whole number",
+    "int": "a whole number",
+    "Float": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a word",
+}
 """OmegaConf's names of types, as one would say them."""
 
-WRONG_VALUES = (
-    (r"could not be converted to (Integer|Float)", lambda found: f"is not {KINDS[found[1]]}"),
-    (r"is not a valid (bool)", lambda found: f"is not {KINDS[found[1]]}"),
-    (r"expected one of \[(.*)\]", lambda found: f"is not one of {found[1]}"),
-    (r"incompatible with type hint '(?:Union|Optional)\[(.*)\]'", lambda found: f"is none of {found[1]}"),
-    (r"is not Optional", lambda _: "is not a value it can have"),
+
+def _kinds(names: str) -> str:
+    """A list of types, in words: `bool, int` is "true, false or a whole number"."""
+    words = [KINDS.get(name, name) for name in names.split(", ")]
+    if len(words) > 1:
+        words = [word.replace(" or ", ", ") for word in words]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _own_keys(found: re.Match[str], key: str, _: str) -> str:
+    """A value given to a whole section, such as `seed=1`."""
+    names = [f.name for f in fields(getattr(schema, found[1]))]
+    return f"is a value for several; set {' or '.join(f'{key}.{name}' for name in names)}"
+
+
+WRONG_VALUES: tuple[tuple[str, Callable[[re.Match[str], str, str], str]], ...] = (
+    (r"could not be converted to (Integer|Float)", lambda found, *_: f"is not {KINDS[found[1]]}"),
+    (r"is not a valid (bool)", lambda found, *_: f"is not {KINDS[found[1]]}"),
+    (r"expected one of \[(.*)\]", lambda found, *_: f"is not one of {found[1]}"),
+    (r"incompatible with type hint '(?:Union|Optional)\[(.*)\]'", lambda found, *_: f"is not {_kinds(found[1])}"),
+    (r"is not Optional", lambda *_: "is not a value it can have"),
+    (r"is not a ListConfig", lambda _, key, value: f"is not a list; write {key}=[{value}]"),
+    (r"is not a subclass of (Seeds|Logging)\b", _own_keys),
 )
 
 
 def _wrong_value(message: str) -> str:
     """Say what a value should have been, where OmegaConf names its own types."""
     if override := re.match(r"Error merging override (\S.*)\n", message):
+        key, _, value = override[1].partition("=")
         for pattern, say in WRONG_VALUES:
             if found := re.search(pattern, message):
-                return f"{override[1]} {say(found)}"
+                return f"{override[1]} {say(found, key.lstrip('+'), value)}"
     return message
 
 
@@ -132,7 +158,12 @@ def _hint(message: str) -> str | None:
         group, option = match.groups()
         names = [path.stem for path in (conf_dir() / group).glob("*.yaml")]
         near = difflib.get_close_matches(option, names, n=1, cutoff=0.4)
-        return f"Did you mean {group}={near[0]}?" if near else None
+        plus = "" if hasattr(schema.Config, group) or group in schema.MONOMORPHIC else "+"  # a recipe is added
+        return f"Did you mean {plus}{group}={near[0]}?" if near else None
+    if match := re.match(r"LexerNoViableAltException: ([^=\s]+)=(.*)", message):
+        return f"""Quote such a value for Hydra inside the shell's quotes: "{match[1]}='{match[2]}'\""""
+    if match := re.search(r"To append to your default list use (\S+)", message):
+        return f"Did you mean {match[1]}?"
     if match := re.search(r"Could not override '([^']+)'", message) or re.search(
         r"Key '([^']+)' (?:is )?not in", message
     ):
@@ -142,12 +173,53 @@ def _hint(message: str) -> str | None:
             return f"Arguments of your own are added with a plus: +{wanted}=... (with model=custom)"
         if owners := [name for name, option in schema.GROUPS.get(group, {}).items() if hasattr(option(), key)]:
             return f"{wanted} is for {group}={' or '.join(owners)}"
+        if known := known_as(wanted):
+            return f"Did you mean {known}?"
         keys = [name for name in valid_keys() if not wanted.startswith(f"{name}.")]
         near = difflib.get_close_matches(wanted, keys, n=1, cutoff=0.6)
         if not near and key:
             near = difflib.get_close_matches(wanted.rsplit(".", 1)[1], keys, n=1, cutoff=0.6)
         return f"Did you mean {near[0]}?" if near else None
     return None
+
+
+FOREIGN = {
+    "learning_rate": "optimizer.lr",
+    "batch_size": "global_batch",
+    "epochs": "steps",
+    "num_epochs": "steps",
+    "max_epochs": "steps",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "world_size": "launch.nproc",
+    "nproc_per_node": "launch.nproc",
+    "num_processes": "launch.nproc",
+    "gradient_accumulation_steps": "accumulation",
+    "max_grad_norm": "clip_norm",
+    "gradient_clip_val": "clip_norm",
+    "dtype": "precision",
+    "mixed_precision": "precision",
+    "dataset": "data",
+    "random_seed": "seed.model or seed.data",
+}
+"""What other tools call our keys."""
+
+
+def known_as(key: str) -> str | None:
+    """The full names of a key that was named without its group, or as other tools do."""
+    if key in FOREIGN:
+        return FOREIGN[key]
+    return " or ".join(name for name in valid_keys() if name.endswith(f".{key}") and name.count(".") == 1) or None
+
+
+def refuse_flags(argv: list[str]) -> None:
+    """Refuse an override that is written as a flag. Raises ConfigError with what to write."""
+    for word in argv:
+        if word.startswith("--"):
+            name, _, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            if target := key if key in valid_keys() else known_as(key):
+                raise ConfigError(f"{word} is not a flag; overrides have no dashes: {target}={value or '...'}")
 
 
 def valid_keys() -> list[str]:

@@ -29,7 +29,7 @@ class LossFunction:
         if self.kind is not LossKind.sum and expected != targets.shape:
             raise UserModelError(
                 f"the model's outputs have shape {tuple(outputs.shape)}, but loss={self.kind.value} has targets of "
-                f"shape {tuple(targets.shape)}; set data.target_shape, or change what the model returns"
+                f"shape {tuple(targets.shape)}; set model.target_shape, or change what the model returns"
             )
         if self.kind is LossKind.mse:
             return F.mse_loss(outputs, targets, reduction="sum")

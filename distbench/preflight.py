@@ -22,6 +22,7 @@ from distbench.data.batches import build_source
 from distbench.errors import ConfigError, UserModelError
 from distbench.models.build import block_classes, build_model, locate
 from distbench.models.check import check_parameters
+from distbench.models.meta import check_forward
 from distbench.precision import DTYPES
 from distbench.wrapping import describe_units, unit_names
 
@@ -44,6 +45,8 @@ def preflight(config: Config) -> tuple[Config, nn.Module | None, list[str]]:
         _check_batch_norm(config.precision, model)
         notes += _check_units(config, model)
         notes += _slow_low_precision(config, model)
+        if isinstance(config.model, CustomModel):
+            check_forward(config, model)
     return config, model, notes
 
 

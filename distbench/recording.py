@@ -11,6 +11,8 @@ training. It is a collective where there are several ranks: every rank must call
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, reduce
@@ -25,6 +27,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from distbench.errors import SummaryError
 from distbench.numerics.shards import DTYPES, Shard
 from distbench.numerics.summary import Summary, same_everywhere, summarize
+from distbench.runs.sides import is_summary, summaries_in
 from distbench.strategies import torch_fsdp1, torch_fsdp2
 from distbench.strategies.slots import Slot
 
@@ -56,19 +59,31 @@ class GradientRecorder:
             axes) or flat parameters of FullyShardedDataParallel.
         group: the ranks that hold this module; all by default. For pipeline stages, one recorder and folder a stage.
         seed: of the projections. Distances can be estimated between summaries of equal seeds only.
+        overwrite: remove the summaries that an earlier recording left in `folder`, before the first one is written.
+
+    Raises:
+        FileExistsError: `folder` holds an earlier recording and `overwrite` is not set: steps of both would be mixed. Or
+            a file in it is named like a summary and is none; that is never removed.
     """
 
     def __init__(
-        self, folder: str | Path, module: nn.Module, *, group: dist.ProcessGroup | None = None, seed: int = 0
+        self,
+        folder: str | Path,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        overwrite: bool = False,
     ) -> None:
         self.folder, self.module, self.group, self.seed = Path(folder), module, group, seed
+        self._earlier = _earlier_recording(self.folder, overwrite)
 
     @torch.no_grad()
     def record(self, step: int, *, unscale: float = 1.0, metadata: Mapping[str, str] | None = None) -> Summary:
         """Summarise the gradients as they are now and, on the first rank, write them.
 
         Args:
-            step: names the file; `diff` compares equal steps.
+            step: a whole number from 0 on. It names the file; `diff` compares equal steps.
             unscale: what the loss was multiplied by, if gradients still carry it: `scaler.get_scale()`. Gradients are
                 divided by it in a copy. Needless after `scaler.unscale_(optimizer)`.
             metadata: a few words of your own, kept in the file.
@@ -77,9 +92,11 @@ class GradientRecorder:
             The whole summary, on every rank.
 
         Raises:
+            ValueError: a step or an unscale that is none, before any communication.
             SummaryError: no gradient anywhere, one that is Partial, sparse or of a dtype without summaries, one that is
                 not reduced yet, or ranks that hold different parameters.
         """
+        step, unscale = _checked_step(step), _checked_scale(unscale)
         canonical = naming(self.module)
         summary = self._whole(_places(self.module, canonical), _aliases(self.module, canonical), unscale)
         if not summary.names or all(parameter.is_none for parameter in summary):
@@ -92,6 +109,8 @@ class GradientRecorder:
         }
         if self._rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
+            while self._earlier:
+                self._earlier.pop().unlink(missing_ok=True)
             summary.save(self.folder / f"step_{step:08d}.safetensors", {**(metadata or {}), **facts})
         return summary
 
@@ -134,6 +153,39 @@ class GradientRecorder:
     @property
     def _rank(self) -> int:
         return dist.get_rank(self.group) if self._size > 1 else 0
+
+
+def _earlier_recording(folder: Path, overwrite: bool) -> list[Path]:
+    """Summaries that may be removed. Every rank looks when the recorder is made: none can have written by then."""
+    files = summaries_in(folder)
+    if files and not overwrite:
+        raise FileExistsError(
+            f"{folder} holds {len(files)} steps of an earlier recording ({files[0].name} is the first): choose another "
+            "folder, or GradientRecorder(..., overwrite=True) to remove them"
+        )
+    for file in files:
+        if not is_summary(file):
+            raise FileExistsError(f"{file} is named like a gradient summary and is none: choose another folder")
+    return files
+
+
+def _checked_step(step: int) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 10**18:
+        raise ValueError(f"step={step!r} must be a whole number from 0 on: it names the file")
+    return number
+
+
+def _checked_scale(unscale: float) -> float:
+    if not (math.isfinite(unscale) and unscale > 0):
+        raise ValueError(
+            f"unscale={unscale!r} must be positive and finite: it is what the loss was multiplied by, such as "
+            "scaler.get_scale()"
+        )
+    return float(unscale)
 
 
 def naming(module: nn.Module) -> Callable[[str], str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
+from collections import Counter
 from pathlib import Path
 
 from distbench.config import (
@@ -40,7 +42,10 @@ def _validate_gate(config: Config) -> None:
         return
     _positive("gate.steps", gate.steps)
     if gate.steps > config.steps:
-        raise ConfigError(f"gate.steps={gate.steps} is more than steps={config.steps}; use gate.steps={config.steps}")
+        raise ConfigError(
+            f"gate.steps={gate.steps} is more than steps={config.steps}; use steps={gate.steps} or "
+            f"gate.steps={config.steps}"
+        )
     if gate.tolerance is not None and not gate.tolerance > 0:
         raise ConfigError(f"gate.tolerance={gate.tolerance} must be positive; null uses the proven bound")
     if not gate.kappa > 0:
@@ -150,22 +155,20 @@ def _validate_precision(config: Config) -> None:
 def _validate_data(config: Config) -> None:
     data, loss, model = config.data, config.loss.name, config.model
     if data.name == "text":
-        path = Path(data.path).expanduser()
-        if not path.exists():
-            raise ConfigError(f"data.path={data.path} does not exist; name a text file or a folder")
-        _positive("data.seq_len", data.seq_len)
-        if loss is not LossKind.cross_entropy:
-            raise ConfigError(f"data=text needs loss=cross_entropy, not loss={loss.name}")
-        if model.vocab_size is None or model.vocab_size < 256:
-            raise ConfigError(
-                f"data=text yields bytes but model.vocab_size={model.vocab_size}; set model.vocab_size=256 "
-                "(model=simple_text has it)"
-            )
+        _validate_text(config)
     else:
+        if model.name == "custom" and not model.input_shape and not data.input_shape:
+            raise ConfigError(
+                "model=custom: model.input_shape=[] and data=synthetic draws inputs of that shape; set "
+                "model.input_shape and model.target_shape to one sample's, such as model.input_shape=[64] "
+                "model.target_shape=[64]"
+            )
         if not data.input_shape or min(data.input_shape) < 1:
-            raise ConfigError(f"data.input_shape={data.input_shape} must be sizes of at least 1, such as [64,128]")
+            option = "model" if data.input_shape == model.input_shape else "data"
+            raise ConfigError(f"{option}.input_shape={data.input_shape} must be sizes of at least 1, such as [64,128]")
         if not data.target_shape or min(data.target_shape) < 1:
-            raise ConfigError(f"data.target_shape={data.target_shape} must be sizes of at least 1")
+            option = "model" if data.target_shape == model.target_shape else "data"
+            raise ConfigError(f"{option}.target_shape={data.target_shape} must be sizes of at least 1, such as [64]")
         if model.name == "simple" and model.vocab_size is None:
             if data.input_shape[-1] != model.hidden_dim:
                 raise ConfigError(
@@ -191,6 +194,35 @@ def _validate_data(config: Config) -> None:
                 f"loss={loss.name} with data.vocab_size={data.vocab_size}: cross_entropy is for token ids (set "
                 "data.vocab_size, or model.vocab_size which it follows); mse and sum are for regression"
             )
+
+
+def _validate_text(config: Config) -> None:
+    """All that data=text lacks at once, with one line that works."""
+    data, model, loss = config.data, config.model, config.loss.name
+    path = Path(data.path).expanduser()
+    if not path.exists():
+        raise ConfigError(f"data.path={data.path} does not exist; name a text file or a folder")
+    _positive("data.seq_len", data.seq_len)
+    wrong, words = [], []
+    if model.vocab_size is None or model.vocab_size < 256:
+        wrong.append(f"it yields bytes but model.vocab_size={model.vocab_size}")
+        words.append("model=simple_text" if model.name == "simple" else "model.vocab_size=256")
+    if loss is not LossKind.cross_entropy:
+        wrong.append(f"it needs loss=cross_entropy, not loss={loss.name}")
+        words.append("loss=cross_entropy")
+    words += ["data=text", shlex.quote(f"data.path={_hydra_quoted(data.path)}")]
+    if path.is_dir() and not any(file.is_file() for file in path.rglob(data.glob)):
+        found = Counter(file.suffix for file in path.rglob("*") if file.is_file() and file.suffix).most_common(3)
+        there = ", ".join(f"{count} match *{suffix}" for suffix, count in found) or "none has a suffix"
+        wrong.append(f"no file in data.path={data.path} matches data.glob={data.glob} ({there})")
+        words.append(f"'data.glob=*{found[0][0] if found else ''}'")
+    if wrong:
+        raise ConfigError(f"data=text: {'; '.join(wrong)}; use {' '.join(words)}")
+
+
+def _hydra_quoted(value: str) -> str:
+    """A value as Hydra's grammar takes it: bare where it can be."""
+    return value if re.fullmatch(r"[\w./-]+", value) else f"'{value}'"
 
 
 def _validate_wrapping(config: Config) -> None:

@@ -217,6 +217,27 @@ class Narrow(Plain):
         return super().forward(x)[..., : FEATURES // 2]
 
 
+class Pair(Plain):
+    """Returns more than its outputs."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), x
+
+
+class OwnCheck(Plain):
+    """Refuses its input in words of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ValueError(f"my own words about the shape {tuple(x.shape)}")
+
+
+class Reads(Plain):
+    """Looks at a value, which the meta device does not have, and would refuse the shape after that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if float(x.sum()) > 0 else x @ x
+
+
 class KillsRank(Plain):
     """One rank is killed in forward, as the kernel's out-of-memory killer does it."""
 
@@ -238,13 +259,18 @@ class OutOfMemory(Plain):
 
 
 class Waits(Plain):
-    """Says in `folder`, on every rank, that it has started, then takes very long, and says if SIGTERM has ended it."""
+    """Says in `folder`, on every rank, that it has started, then takes very long, and says if SIGTERM has ended it.
+
+    Not where it is only tried, on the meta device.
+    """
 
     def __init__(self, folder: str) -> None:
         super().__init__()
         self.folder = Path(folder)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return super().forward(x)
         rank = os.environ.get("RANK", 0)
 
         def end(number: int, frame: object) -> None:

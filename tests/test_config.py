@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -122,9 +123,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     # data and loss
     ({**TEXT, "data__path": "/no/such/file"}, "data.path=/no/such/file does not exist; name a text file or a folder"),
     ({**TEXT, "data__seq_len": 0}, "data.seq_len=0 is too small"),
-    ({**TEXT, "loss__name": "mse"}, "data=text needs loss=cross_entropy, not loss=mse"),
-    ({**TEXT, "model__vocab_size": None}, "model.vocab_size=None; set model.vocab_size=256 (model=simple_text has it)"),
-    ({**TEXT, "model__vocab_size": 255}, "data=text yields bytes but model.vocab_size=255"),
+    (
+        {**TEXT, "loss__name": "mse"},
+        "data=text: it needs loss=cross_entropy, not loss=mse; use loss=cross_entropy data=text",
+    ),
+    (
+        {**TEXT, "model__vocab_size": None},
+        "bytes but model.vocab_size=None; use model=simple_text data=text data.path=/",
+    ),
+    ({**TEXT, "model__vocab_size": 255}, "data=text: it yields bytes but model.vocab_size=255"),
     ({"data__input_shape": []}, "data.input_shape=[] must be sizes of at least 1, such as [64,128]"),
     ({"data__input_shape": [0, 64]}, "data.input_shape=[0, 64] must be sizes"),
     ({"data__target_shape": []}, "data.target_shape=[] must be sizes"),
@@ -175,6 +182,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     # gate
     ({"gate__steps": 0}, "gate.steps=0 is too small"),
+    ({"gate__steps": 5, "steps": 3}, "gate.steps=5 is more than steps=3; use steps=5 or gate.steps=3"),
     ({"gate__tolerance": 0.0}, "gate.tolerance=0.0 must be positive; null uses the proven bound"),
     ({"gate__kappa": 0.0}, "gate.kappa=0.0 must be positive"),
     # decide, sweep
@@ -236,6 +244,29 @@ data.padding=
 )
 def test_what_can_be_run_is_not_refused(changes: dict[str, Any]) -> None:
     validate(config(**changes))
+
+
+def test_text_says_at_once_all_that_it_lacks(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.md"):
+        (tmp_path / name).touch()
+    with pytest.raises(ConfigError) as refused:
+        validate(config(data={"name": "text", "path": str(tmp_path), "glob": "*.py"}))
+    message = str(refused.value)
+    assert (
+        "it yields bytes but model.vocab_size=None; it needs loss=cross_entropy, not loss=mse; no file in " in message
+    )
+    assert "matches data.glob=*.py (2 match *.txt, 1 match *.md)" in message
+    words = f"model=simple_text loss=cross_entropy data=text data.path={tmp_path} 'data.glob=*.txt'"
+    assert message.endswith(f"; use {words}")
+    validate(config(**{**TEXT, "data": {"name": "text", "path": str(tmp_path), "glob": "*.txt"}}))
+
+
+def test_a_path_of_home_is_quoted_for_hydra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError) as refused:
+        validate(config(data={"name": "text", "path": "~"}))
+    (word,) = [word for word in shlex.split(str(refused.value)) if word.startswith("data.path='")]
+    assert word == "data.path='~'"
 
 
 @pytest.mark.parametrize(("padding", "vocabulary"), [(1.0, 16), (-0.1, 16), (0.5, None)])

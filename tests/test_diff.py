@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from distbench.__main__ import main
-from distbench.report.svg import padded, ticks
+from distbench.report.svg import CHARACTER, WIDTH, Plot, padded, ticks
 from tests.runs.folders import gradients, make_run, summary, usual_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -62,7 +63,10 @@ def test_console(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"strategy.name +fsdp2 +ddp", out)
     assert "losses  1 of 3 steps differ, first step 3; largest relative difference 0.2 at step 3" in out
     assert "step 1: 4 of 4 parameters equal" in out and "step 2: 0 of 4 parameters equal, 4 beyond" in out
-    assert re.search(r"layers\.10\.weight +!different +0\.\d+ ± 0\.\d+ +1 +0\.5", out)
+    assert re.search(r"layers\.10\.weight +!different +0\.5 +1 +0\.5", out), "a factor is known to all digits"
+    assert (
+        "step 1: 4 of 4 parameters equal, 0 beyond the tolerance\n" in out and "(estimated where digests differ)" in out
+    )
     assert out.splitlines()[-1].startswith("DIFFERENT: losses (first at step 3); gradients at step 2")
     assert main(["diff", b, b]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "EQUAL bit for bit: losses, gradients, weights"
@@ -180,6 +184,16 @@ def run_example(script: Path, folder: Path, ranks: int = 1) -> None:
     launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     subprocess.run([sys.executable, *launcher, str(script), str(folder)], check=True, env=environment, timeout=180)
+
+
+def test_labels_neither_overlap_nor_leave_the_page() -> None:
+    plot = Plot.frame("x", (-0.5, 19.5), (0.0, 1.0))
+    plot.x_ticks((float(index), f"transformer.layer{index}") for index in range(20))
+    found = [re.fullmatch(r'<text x="([\d.]+)" .*>(.*)</text>', part) for part in plot.parts]
+    labels = [(float(m[1]), len(m[2]) * CHARACTER / 2) for m in found if m and m[2].startswith("transformer")]
+    assert 4 < len(labels) < 10
+    assert all(half <= at <= WIDTH - half for at, half in labels)
+    assert all(a + half_a < b - half_b for (a, half_a), (b, half_b) in pairwise(labels))
 
 
 def test_ticks_are_round() -> None:

@@ -11,7 +11,7 @@ from hydra.errors import ConfigCompositionException
 from distbench import hydra_edge
 from distbench.config import GROUPS
 from distbench.errors import ConfigError
-from distbench.hydra_edge import cell, conf_dir, explain, label, stamp, valid_keys
+from distbench.hydra_edge import FOREIGN, cell, conf_dir, explain, label, refuse_flags, stamp, valid_keys
 from tests.composing import compose
 
 
@@ -68,6 +68,13 @@ def test_valid_keys_cover_every_option() -> None:
         ("modle", "Did you mean model?"),
         ("model.hiden_dim", "Did you mean model.hidden_dim?"),
         ("optimizer.momentun", "Did you mean optimizer.momentum?"),
+        ("lr", "Did you mean optimizer.lr?"),
+        ("learning_rate", "Did you mean optimizer.lr?"),
+        ("nproc", "Did you mean launch.nproc?"),
+        ("batch_size", "Did you mean global_batch?"),
+        ("epochs", "Did you mean steps?"),
+        ("max_steps", "Did you mean steps?"),
+        ("seq_len", "Did you mean model.seq_len or data.seq_len?"),
         ("bucket_cap_mb", "Did you mean strategy.bucket_cap_mb?"),
         ("launch.nprocs", "Did you mean launch.nproc?"),
         ("precision.scaler.init", "Did you mean precision.scaler.init_scale?"),
@@ -92,6 +99,10 @@ def test_the_nearest_valid_key_is_named(wanted: str, hint: str | None) -> None:
         ("stepz=3", "Did you mean steps?"),
         ("+stepz=3", "Did you mean steps?"),
         ("strategy=fdsp", "Did you mean strategy=fsdp?"),
+        ("+lr=0.1", "Did you mean optimizer.lr?"),
+        ("+recipes=ddp_fsdp", "Did you mean +recipes=ddp_vs_fsdp?"),
+        ("seed=1", "seed=1 is a value for several; set seed.model or seed.data"),
+        ("model.input_shape=64", "model.input_shape=64 is not a list; write model.input_shape=[64]"),
         ("strategy.reshard_after_forward=2", "strategy.reshard_after_forward is for strategy=fsdp2"),
     ],
 )
@@ -99,6 +110,16 @@ def test_hydras_messages_are_the_ones_we_read(override: str, hint: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         compose(override)
     assert hint in str(refusal.value)
+
+
+def test_foreign_names_lead_to_our_own() -> None:
+    for name, ours in FOREIGN.items():
+        assert set(ours.split(" or ")) <= set(valid_keys()), name
+        assert name not in valid_keys()
+
+
+def test_hydras_own_flags_are_left_to_it() -> None:
+    refuse_flags(["--cfg", "job", "--config-dir=/x", "--multirun", "-m", "--info", "steps=3"])
 
 
 def test_the_repository_keeps_recipes_where_people_look() -> None:

@@ -60,7 +60,7 @@ def test_a_batch_of_padding_alone_divides_by_one() -> None:
 )
 def test_other_shapes_are_refused(kind: LossKind, outputs: tuple[int, ...], targets: tuple[int, ...]) -> None:
     """Broadcasting would train on another loss than the one that is named."""
-    with pytest.raises(UserModelError, match=r"outputs have shape \(4, .*targets of shape .*set data.target_shape"):
+    with pytest.raises(UserModelError, match=r"outputs have shape \(4, .*targets of shape .*set model\.target_shape"):
         LossFunction(Loss(kind)).sum(torch.zeros(outputs), torch.zeros(targets, dtype=torch.int64))
 
 

@@ -74,6 +74,39 @@ def test_a_factory_that_needs_storage_is_left_to_the_ranks() -> None:
     assert model is None and notes == []
 
 
+def taking(input_shape: list[int]) -> Config:
+    config = custom("Plain")
+    return replace(
+        config,
+        model=replace(config.model, input_shape=input_shape),
+        data=replace(config.data, input_shape=input_shape),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (taking([7]), "model.input_shape=[7]: the model does not take inputs of shape (6, 7)"),
+        (custom("Narrow"), "the model's outputs have shape (6, 3), but loss=mse has targets of shape (6, 6)"),
+        (custom("Pair"), "the model returned tuple, not a tensor"),
+    ],
+)
+def test_a_micro_batch_that_the_model_does_not_take(config: Config, message: str) -> None:
+    assert message in refusal(config)
+
+
+def test_the_models_own_line_is_named() -> None:
+    message = refusal(taking([7]))
+    assert "RuntimeError: " in message and "models_for_tests.py, line" in message and "self.linear(x)" in message
+
+
+@pytest.mark.parametrize("name", ["Raises", "OwnCheck", "Reads", "Unused", "Tied", "Normed"])
+def test_what_else_a_forward_does_is_left_to_the_ranks(name: str) -> None:
+    random = torch.get_rng_state()
+    _, model, notes = preflight(custom(name))
+    assert model is not None and notes == [] and torch.equal(random, torch.get_rng_state())
+
+
 def test_a_small_model_under_the_size_policy_is_noted() -> None:
     _, _, notes = preflight(small("fsdp", wrap=SizeWrap()))
     (note,) = notes

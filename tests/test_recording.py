@@ -335,3 +335,54 @@ def sharded_along(world: World, folder: str) -> None:
     plain.weight = nn.Parameter(whole)
     plain.weight.grad = whole.clone()
     assert set(digests) == {distbench.GradientRecorder(f"{folder}/whole", plain).record(1)["weight"].digest}
+
+
+# --- arguments and folders
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    backward(model)
+    return model
+
+
+@pytest.mark.parametrize("step", ["a", 1.5, -1, None, 10**18])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: Any) -> None:
+    recorder = distbench.GradientRecorder(tmp_path, with_gradients(Model()))
+    with pytest.raises(ValueError, match=rf"step={step!r} must be a whole number from 0 on"):
+        recorder.record(step)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("unscale", [0, -2.0, float("nan"), float("inf")])
+def test_a_loss_scale_is_positive(tmp_path: Path, unscale: float) -> None:
+    recorder = distbench.GradientRecorder(tmp_path, with_gradients(Model()))
+    with pytest.raises(ValueError, match="must be positive and finite: it is what the loss was multiplied by"):
+        recorder.record(1, unscale=unscale)
+
+
+def test_recordings_are_not_mixed(tmp_path: Path) -> None:
+    model = with_gradients(Model())
+    first = distbench.GradientRecorder(tmp_path, model)
+    for step in (1, 2, 3):
+        first.record(step)
+    with pytest.raises(FileExistsError, match=r"holds 3 steps of an earlier recording .* overwrite=True"):
+        distbench.GradientRecorder(tmp_path, model)
+    (tmp_path / "notes.txt").touch()
+    second = distbench.GradientRecorder(tmp_path, model, overwrite=True)
+    assert len(list(tmp_path.iterdir())) == 4, "nothing is removed before there is something to write"
+    second.record(1)
+    second.record(7)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "notes.txt",
+        "step_00000001.safetensors",
+        "step_00000007.safetensors",
+    }
+
+
+def test_foreign_files_are_never_removed(tmp_path: Path) -> None:
+    (tmp_path / "step_00000100.safetensors").write_bytes(b"somebody's checkpoint")
+    with pytest.raises(
+        FileExistsError, match=r"step_00000100\.safetensors is named like a gradient summary and is none"
+    ):
+        distbench.GradientRecorder(tmp_path, Model(), overwrite=True)
+    assert (tmp_path / "step_00000100.safetensors").exists()

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distbench.config import Config, from_container, to_container
-from distbench.errors import ExitCode
 from distbench.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 KEY = "distbench/run"
 FAILED = "distbench/failed"
+RELEASED = "distbench/released"
 
 _published: list[str] = []
 """Folders of the runs that this process, as rank 0, has told the others of: at most one."""
@@ -52,8 +52,12 @@ def lead(config: Config, folder: RunFolder, baseline: BaselineEntry | None) -> i
 
 def release(exit_code: int) -> None:
     """Rank 0, when it is done: if it published no run, let the waiting ranks go, with its exit code."""
-    if not _published:
-        _store(60.0).set(KEY, json.dumps({"exit_code": exit_code}))
+    if _published:
+        return
+    store = _store(60.0)
+    store.set(KEY, json.dumps({"exit_code": exit_code}))
+    # Without torchrun the store is this process's own, and is gone when it ends: first all must have read it.
+    store.wait([f"{RELEASED}{rank}" for rank in range(1, int(os.environ["WORLD_SIZE"]))])
 
 
 def follow() -> int:
@@ -63,6 +67,7 @@ def follow() -> int:
 
     message: dict[str, Any] = json.loads(store.get(KEY))
     if "exit_code" in message:
+        store.set(f"{RELEASED}{os.environ['RANK']}", "")
         return int(message["exit_code"])
     baseline = None if message["baseline"] is None else BaselineEntry(**message["baseline"])
     return _be_rank(from_container(message["config"]), RunFolder(Path(message["folder"])), store, baseline)
@@ -72,7 +77,7 @@ def _be_rank(config: Config, folder: RunFolder, store: dist.Store, baseline: Bas
     import torch.distributed as dist
 
     from distbench.errors import StaleBaseline
-    from distbench.experiment import run_rank
+    from distbench.experiment import EXIT_CODES, run_rank
     from distbench.launching.failure import write_rank_failure
     from distbench.launching.worker import redirect_output
     from distbench.numerics.cache import discard
@@ -80,7 +85,9 @@ def _be_rank(config: Config, folder: RunFolder, store: dist.Store, baseline: Bas
     rank = int(os.environ["RANK"])
     console = redirect_output(folder, f"rank{rank}")
     try:
-        run_rank(config, folder, console=console, baseline=baseline, store=dist.PrefixStore("distbench/group", store))
+        status = run_rank(
+            config, folder, console=console, baseline=baseline, store=dist.PrefixStore("distbench/group", store)
+        )
         sys.stdout = console  # what is said about the finished run is for the console again
     except Exception as error:
         if isinstance(error, StaleBaseline) and baseline is not None:
@@ -94,4 +101,4 @@ def _be_rank(config: Config, folder: RunFolder, store: dist.Store, baseline: Bas
             print(f"distbench: rank {rank}: {failure['traceback']}", file=console, flush=True)
         sys.stdout.flush()
         return int(failure["exit_code"])
-    return ExitCode.OK
+    return EXIT_CODES[status]

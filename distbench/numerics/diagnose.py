@@ -34,7 +34,7 @@ class Diagnosis:
 
 
 def diagnose(verdict: Verdict, location: Location, config: Config) -> Diagnosis:
-    """Name the cause of the verdict's first failure."""
+    """Name the cause of the verdict's first failure. The failed check's own words stand before it, in `Verdict.text`."""
     check = verdict.first_failure
     assert check is not None, "nothing failed"
     failed = [g for g in verdict.gradients if g.tier == Tier.fail and g.step == check.step]
@@ -44,7 +44,7 @@ def diagnose(verdict: Verdict, location: Location, config: Config) -> Diagnosis:
         # They were played again from the baseline's state: what a later step itself started from is not known.
         start = " from the baseline's weights" if check.step > 1 else ""
         where += f", local gradients{start} {'equal' if location.local_gradients_agree else 'differ'}"
-    evidence = [check.detail, *location.evidence, *_numbers(failed)]
+    evidence = dict.fromkeys([check.detail, *location.evidence, *_numbers(failed)])
     return Diagnosis(kind, f"{cause}; {where}", [line for line in evidence if line])
 
 
@@ -52,6 +52,8 @@ def _where(location: Location) -> str:
     if location.module is not None and location.direction is not None:
         ranks = f" on ranks {location.ranks}" if location.ranks else ""
         return f"{location.direction} of {location.module}{ranks}"
+    if location.phase == "loss" and location.direction == "backward":
+        return "the gradient that enters backward (the loss is equal)"
     return location.phase.replace("_", " ")
 
 
@@ -72,33 +74,35 @@ def _cause(
 ) -> tuple[str, str]:
     later = check.step > 1
     if check.name == "samples":
-        return ("later_steps", "sampler or epoch state: " + check.detail) if later else ("data", check.detail)
+        return ("later_steps", "sampler or epoch state") if later else ("data", "other samples than the baseline's")
     if check.name == "structure":
-        return "wrapping", f"wrapping changed the parameters: {check.detail}"
+        return "wrapping", "wrapping changed the parameters"
     if check.name == "initial_weights":
-        return "before_communication", f"initial weights: {check.detail}"
+        return "before_communication", "other initial weights than the baseline's"
     if check.name in ("initial_buffers", "buffers"):
-        return ("later_steps" if later else "before_communication"), f"buffers: {check.detail}"
+        return ("later_steps" if later else "before_communication"), "other buffers than the baseline's"
     if check.name == "dtypes":
-        return "before_communication", f"precision: {check.detail}"
+        return "before_communication", "another precision than the configured one"
     if check.name in ("norm", "clip"):
-        return "clipping", f"{check.detail}; clipped by a norm that is not the global gradient's"
+        return "clipping", "clipped by a norm that is not the global gradient's"
     if check.name == "weights_held":
-        return "later_steps", f"weights changed outside the optimizer: {check.detail}"
+        return "later_steps", "weights changed outside the optimizer"
     if check.name == "trajectory":
-        return "later_steps", f"a fault that came in the free step alone: {check.detail}"
+        return "later_steps", "a fault that came in the free step alone"
+    if check.name == "coverage" and "never run" in check.detail:
+        return "later_steps", "the run did not go through the gate's steps"
     if check.name == "coverage":
-        return ("later_steps" if "never run" in check.detail else "scale"), check.detail
+        return "scale", "no optimizer step was compared"
     if check.name in ("scale", "next_scale"):
-        return ("later_steps" if later else "scale"), f"loss scaler: {check.detail}"
+        return ("later_steps" if later else "scale"), "another loss scale than the baseline's"
     if check.name == "representable":
-        return "reduction", f"changed after the reduction: {check.detail}"
+        return "reduction", "changed after the reduction"
     if check.name == "reported":
-        return "missing_sync", f"what is logged is not what was done: {check.detail}"
+        return "missing_sync", "what is logged is not what was done"
     if check.name in ("plain_sgd", "update", "optimizer_groups", "unused_weights"):
-        return "optimizer", _optimizer_cause(check, verdict, location)
+        return "optimizer", _optimizer_cause(check)
     if check.name == "replicas_after":
-        return "optimizer", f"ranks took different steps: {check.detail}"
+        return "optimizer", "ranks took different steps"
     if check.name == "loss":
         return _loss_cause(check, location, later)
     if check.name == "replicas":
@@ -116,20 +120,20 @@ def _names(failed: list[GradientCheck], location: Location) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _optimizer_cause(check: Check, verdict: Verdict, location: Location) -> str:
+def _optimizer_cause(check: Check) -> str:
     if check.name == "plain_sgd":
-        return f"the optimizer does not hold the module's parameters: {check.detail}"
-    return f"the update is not the configured optimizer's (state, groups, decay or schedule): {check.detail}"
+        return "the optimizer does not hold the module's parameters"
+    return "the update is not the configured optimizer's (state, groups, decay or schedule)"
 
 
 def _loss_cause(check: Check, location: Location, later: bool) -> tuple[str, str]:
     if "normalised by" in check.detail:
-        return "data", f"loss weighting: {check.detail}"
+        return "data", "loss weighting"
     if location.module_class in RANDOM_MODULES:
         cause = f"random state: {location.module} drew another mask"
         return ("later_steps" if later else "before_communication"), cause
     if location.phase == "loss":
-        return ("later_steps" if later else "data"), f"the loss itself: {check.detail}"
+        return ("later_steps" if later else "data"), "the loss itself"
     return ("later_steps" if later else "before_communication"), _something_else(location, "forward")
 
 
@@ -153,7 +157,7 @@ def _gradient_cause(
         # Where a few are missing they were frozen or not wrapped; where all are, nothing was ever reduced.
         if location.local_gradients_agree and not any(g.step == check.step for g in verdict.gradients):
             return "missing_sync", "gradients never reached the parameters"
-        return "wrapping", check.detail
+        return "wrapping", "a parameter that should have a gradient has none, or one that should have none has one"
     replicas = next((c for c in verdict.checks if c.name == "replicas" and c.step == check.step and not c.passed), None)
     if replicas is not None and location.local_gradients_agree:
         return "missing_sync", f"gradients are not reduced over all ranks: {_names(failed, location)}"
@@ -180,7 +184,9 @@ def _gradient_cause(
     if later:
         return "later_steps", f"state that step 1 does not use: {_names(failed, location)}"
     if location.phase == "loss":
-        return "data", "the loss is right, but not what enters backward: micro-batches weighted otherwise"
+        return "data", (
+            "the loss is right, but not what enters backward: micro-batches weighted otherwise, or a hook on the output"
+        )
     if location.phase in ("forward", "backward"):
         if location.module_class in RANDOM_MODULES:
             return "before_communication", f"random state: {location.module} drew another mask"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class Location:
     module: str | None = None
     module_class: str | None = None
     direction: str | None = None
-    """`forward` or `backward`, where a module was found."""
+    """`forward` or `backward`, where a module was found; `backward` with phase `loss`: only what enters backward."""
     parameters: list[str] = field(default_factory=list)
     ranks: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
@@ -304,9 +304,8 @@ def _first_backward(reference: Pass, own: Pass, step: int, batches: list[Batch])
             continue
         if calls.pop(0) != gradient:
             if before is None:
-                return _at(
-                    "loss", index, "", "loss", step, batches, "the gradient that enters backward differs: loss scaling"
-                )
+                note = "equal losses, but the gradient that enters backward differs"
+                return replace(_at("loss", index, "", "loss", step, batches, note), direction="backward")
             culprit, culprit_kind = before
             note = f"gradient of {name}'s output differs after equal gradients down to {culprit or '(root)'}"
             return _at("backward", index, culprit, culprit_kind, step, batches, note)

@@ -1,7 +1,8 @@
 """How far two gradients are apart, from their summaries alone.
 
 Why 16 numbers can say so: y_p = sum_i s_p(i) g_i with random signs has E y_p^2 = |g|^2, and y is linear, so
-the mean of (y_p(a) - y_p(b))^2 estimates |a - b|^2. Derivation of the errors: docs/gradient-summaries.md.
+the mean of (y_p(a) - y_p(b))^2 estimates |a - b|^2. The norms are known exactly, so only the angle is estimated.
+Derivation of the errors: docs/gradient-summaries.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from distbench.numerics.summary import CHUNK, ParameterSummary, Summary
 from distbench.numerics.summary_torch import LANES, PROJECTIONS, UNIT
 
 RELATIVE_ERROR = math.sqrt(1 / (2 * PROJECTIONS))
-"""Standard error of an estimated distance, relative to it: sqrt(2/k) for its square, half that for itself."""
+"""Largest standard error of an estimated distance, relative to it: sqrt(2/k) for its square, half that for itself."""
+
+LIKELY = (0.745, 1.52)
+"""The true distance is within these multiples of one that is estimated alone in 95 % of cases."""
 
 
 class Relation(StrEnum):
@@ -52,7 +56,11 @@ class Difference:
     distance: float = math.nan
     """|a - b|, L2."""
     distance_error: float = math.nan
-    """Its standard error: RELATIVE_ERROR * distance, or 0 where the distance is exact."""
+    """Its standard error: RELATIVE_ERROR * distance where the norms say nothing of it, less where they say most of it
+    (a factor), 0 where the distance is exact."""
+    distance_low: float = math.nan
+    distance_high: float = math.nan
+    """The true distance is between them in 95 % of cases."""
     rounding: float = math.nan
     """Bound on what float64 rounding can add to `distance`: below it, a distance says nothing."""
     relative: float = math.nan
@@ -102,6 +110,8 @@ def compare(a: ParameterSummary, b: ParameterSummary) -> Difference:
             relation,
             distance=0.0,
             distance_error=0.0,
+            distance_low=0.0,
+            distance_high=0.0,
             rounding=0.0,
             relative=0.0 if one == 1.0 else math.nan,
             cosine=one,
@@ -113,20 +123,22 @@ def compare(a: ParameterSummary, b: ParameterSummary) -> Difference:
     if relation not in (Relation.DIFFERENT, Relation.UNKNOWN):
         return Difference(a.name, relation, **counts)
 
+    d = _angle(a, b)
     if a.sum_squares == 0 or b.sum_squares == 0 or a.numel == 1:
         distance = abs(a.sum - b.sum) if a.numel == 1 else a.norm + b.norm
-        distance_error, rounding = 0.0, 0.0
+        distance_error, low, high, rounding = 0.0, distance, distance, 0.0
     else:
-        distance = math.sqrt(float(np.mean((a.projections - b.projections) ** 2)))
-        distance_error = RELATIVE_ERROR * distance
-        rounding = _rounding(a) + _rounding(b)
-    cosine, cosine_error = _cosine(a, b)
+        rounding = 1.5 * (_rounding(a) + _rounding(b))  # of the projections, and half as much of the norms
+        distance, distance_error, low, high = _distance(a.norm, b.norm, d, rounding)
+    cosine, cosine_error = 1.0 - d, _cosine_error(d)
     scale = a.norm / b.norm if b.sum_squares > 0 else math.nan
     return Difference(
         a.name,
         relation,
         distance=distance,
         distance_error=distance_error,
+        distance_low=low,
+        distance_high=high,
         rounding=rounding,
         relative=distance / b.norm if b.sum_squares > 0 else math.nan,
         cosine=cosine,
@@ -164,19 +176,37 @@ def _rounding(x: ParameterSummary) -> float:
     return min(additions, x.numel) * 2.0**-53 * x.sum_abs
 
 
-def _cosine(a: ParameterSummary, b: ParameterSummary) -> tuple[float, float]:
-    """Maximum-likelihood cosine, given the exact norms, and its standard error (Li, Hastie, Church 2006).
+def _distance(norm_a: float, norm_b: float, d: float, rounding: float) -> tuple[float, float, float, float]:
+    """|a - b| from the exact norms and the estimated d = 1 - cosine; its standard error, and the 95 % interval.
+
+    |a - b|^2 = (|a| - |b|)^2 + 2 |a| |b| d = (|a| + |b|)^2 - 2 |a| |b| (2 - d). In each form the first term is exact and
+    the second estimated; that with the smaller second is taken, so a factor, or a sign, is known to all digits.
+    """
+    near, far = (norm_a - norm_b) ** 2, (norm_a + norm_b) ** 2
+    estimated = 2.0 * norm_a * norm_b * min(d, 2.0 - d)
+    distance = math.sqrt(near + estimated if d <= 1.0 else max(far - estimated, near))
+    error = RELATIVE_ERROR * max(estimated, rounding**2) / max(distance, rounding)
+    least, most = (estimated * factor**2 for factor in LIKELY)
+    low, high = (near + least, near + most) if d <= 1.0 else (far - most, far - least)
+    return distance, error, math.sqrt(max(low, near)), math.sqrt(min(high, far))
+
+
+def _angle(a: ParameterSummary, b: ParameterSummary) -> float:
+    """Maximum-likelihood d = 1 - cosine, given the exact norms (Li, Hastie, Church 2006); nan where one is zero.
 
     For unit vectors with projections u and v, and d = 1 - cosine, the likelihood depends on P = |u + v|^2 and
     D = |u - v|^2 alone. That form does not cancel for nearly parallel gradients: a pure scale error gives
     d = 0, so alpha to all digits.
     """
     if a.sum_squares == 0 or b.sum_squares == 0:
-        return math.nan, math.nan
+        return math.nan
     u, v = a.projections / a.norm, b.projections / b.norm
-    d = _most_likely(float(np.sum((u + v) ** 2)), float(np.sum((u - v) ** 2)))
-    cosine = 1.0 - d
-    return cosine, d * (2.0 - d) / math.sqrt(PROJECTIONS * (1.0 + cosine * cosine))
+    return _most_likely(float(np.sum((u + v) ** 2)), float(np.sum((u - v) ** 2)))
+
+
+def _cosine_error(d: float) -> float:
+    """Standard error of 1 - d."""
+    return d * (2.0 - d) / math.sqrt(PROJECTIONS * (1.0 + (1.0 - d) ** 2))
 
 
 def _most_likely(plus: float, minus: float) -> float:

@@ -38,9 +38,9 @@ def figure(row: Row) -> str:
     """The relative difference with its error; the absolute one, marked so, where the reference is zero."""
     if row.relative is None:
         return "-" if row.distance is None else f"{number(row.distance)} absolute"
-    if row.exact or not row.relative_error:
+    if row.exact:
         return number(row.relative)
-    return f"{number(row.relative)} ± {number(row.relative_error, 2)}"
+    return with_error(row.relative, row.relative_error)
 
 
 def with_error(value: float | None, error: float | None) -> str:
@@ -105,13 +105,16 @@ def loss_text(losses: LossDifference) -> str:
 def tensors_text(part: Tensors) -> str:
     """One sentence on a set of tensors."""
     equal = sum(row.relation in ("bitwise", "equal") for row in part.rows)
-    at = f"step {part.step_a}" if part.step_a == part.step_b else f"step {part.step_a} of A, step {part.step_b} of B"
+    sides = [
+        side if step is None else f"step {step} of {side}" for side, step in (("A", part.step_a), ("B", part.step_b))
+    ]
+    at = f"step {part.step_a}" if part.step_a == part.step_b else ", ".join(sides)
     text = "" if part.step_a is None and part.step_b is None else f"{at}: "
     text += f"{equal} of {len(part.rows)} parameters equal, {len(part.differing)} beyond the tolerance"
     if part.relative:
         error = f" ± {number(part.relative_error, 2)}" if part.relative_error else ""
         text += f"; all together relative {number(part.relative)}{error}"
-    return text + ("" if part.method == "exact" else " (estimated where digests differ)")
+    return text + ("" if all(row.exact for row in part.rows) else " (estimated where digests differ)")
 
 
 def value_texts(setting: Setting) -> tuple[str, str]:

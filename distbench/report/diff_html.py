@@ -10,7 +10,7 @@ from distbench.report.diff_console import figure, loss_text, number, plain, tens
 from distbench.report.page import document
 from distbench.report.svg import MAX_POINTS, Plot, padded, ticks
 from distbench.runs.diff import Diff, LossDifference
-from distbench.runs.diff_rows import LIKELY, Row, Tensors
+from distbench.runs.diff_rows import Row, Tensors
 
 MAX_ROWS = 2000
 """Of one table; the rest is counted, and in the JSON."""
@@ -151,11 +151,11 @@ def _parameter_table(part: Tensors) -> str:
 def _parameter_plot(part: Tensors, tolerance: float) -> str:
     """Relative difference of every parameter, in the order of the model, on a logarithmic axis."""
     rows = _thinned(part)
-    figures = [row.relative for row in rows if row.relative]
+    figures = [figure for row in rows if row.relative for figure in _likely(row)]
     if not figures and not any(_has_no_figure(row) for row in rows):  # all equal: the sentence above has said it
         return ""
-    low = math.floor(math.log10(min(figures, default=1e-8) * LIKELY[0])) - 1
-    high = math.floor(math.log10(max(figures, default=1e-7) * LIKELY[1])) + 1
+    low = math.floor(math.log10(min(figures, default=1e-8))) - 1
+    high = math.floor(math.log10(max(figures, default=1e-7))) + 1
     shown_tolerance = math.log10(tolerance) if tolerance > 0 and low < math.log10(tolerance) < high + 2 else None
     if shown_tolerance is not None:
         high = max(high, math.floor(shown_tolerance) + 1)
@@ -163,10 +163,9 @@ def _parameter_plot(part: Tensors, tolerance: float) -> str:
     for index, row in enumerate(rows):
         hint = f"{plain(row.name)}: {figure(row)} {row.relation} {plain(row.detail)}"
         if row.relative:
-            estimated = not row.exact and row.relative_error
-            at = math.log10(row.relative)
-            bar = (at + math.log10(LIKELY[0]), at + math.log10(LIKELY[1])) if estimated else None
-            plot.stem(index, at, "estimated" if estimated else "exact", hint, bar)
+            least, most = _likely(row)
+            bar = None if row.exact else (math.log10(least), math.log10(most))
+            plot.stem(index, math.log10(row.relative), "exact" if row.exact else "estimated", hint, bar)
         elif _has_no_figure(row):
             plot.stem(index, high, "undefined", hint)
         else:
@@ -185,6 +184,13 @@ def _parameter_plot(part: Tensors, tolerance: float) -> str:
     return f'<p class="legend">{items}</p>{plot}'
 
 
+def _likely(row: Row) -> tuple[float, float]:
+    """Between which relative differences the true one is in 95 % of cases."""
+    if not (row.relative and row.distance and row.distance_low and row.distance_high):
+        return row.relative or 0.0, row.relative or 0.0
+    return row.relative * (row.distance_low / row.distance), row.relative * (row.distance_high / row.distance)
+
+
 def _has_no_figure(row: Row) -> bool:
     """Differs, and no relative difference says how far: NaN, None, another shape, a reference that is zero."""
     return row.relation not in ("bitwise", "equal") and row.relative is None
@@ -199,7 +205,7 @@ def _thinned(part: Tensors) -> list[Row]:
 
 
 def _name_ticks(rows: list[Row]) -> Iterable[tuple[float, str]]:
-    """Where a new block begins, by the first two parts of its names: as many as have room."""
+    """Where a new block begins, by the first two parts of its names."""
     starts: list[tuple[float, str]] = []
     previous = None
     for index, row in enumerate(rows):
@@ -207,4 +213,4 @@ def _name_ticks(rows: list[Row]) -> Iterable[tuple[float, str]]:
         if block != previous:
             starts.append((index, plain(block)[:18]))
         previous = block
-    return starts[:: max(1, -(-len(starts) // 8))]
+    return starts

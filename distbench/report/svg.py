@@ -9,6 +9,8 @@ from html import escape
 
 WIDTH, HEIGHT = 880, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 34
+CHARACTER = 6.5
+"""Width of a character of the labels, at most; they are 11 px high."""
 MAX_POINTS = 1500
 """Marks of one plot. Beyond it neighbours share one, which shows the largest of them."""
 
@@ -38,8 +40,14 @@ class Plot:
         self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>')
 
     def x_ticks(self, marks: Iterable[tuple[float, str]]) -> None:
+        """Labels below the axis, left to right: moved in at the edges, left out where they would overlap."""
+        free_from = 0.0
         for value, content in marks:
-            self.text(self.x(value), HEIGHT - BOTTOM + 16, content)
+            half = len(content) * CHARACTER / 2
+            at = min(max(self.x(value), half), WIDTH - half)
+            if at - half >= free_from:
+                self.text(at, HEIGHT - BOTTOM + 16, content)
+                free_from = at + half + CHARACTER
 
     def x_title(self, content: str) -> None:
         self.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, content)

@@ -16,10 +16,10 @@ from typing import Any
 from distbench.errors import RunFolderError, SummaryError
 from distbench.numerics.compare import Progress, compare_files
 from distbench.numerics.summary import Summary
-from distbench.numerics.summary_difference import RELATIVE_ERROR
+from distbench.numerics.summary_difference import LIKELY, RELATIVE_ERROR
 from distbench.runs.diff_reading import explain
-from distbench.runs.diff_rows import LIKELY, Pair, Tensors, estimated_rows, exact_rows
-from distbench.runs.sides import Losses, Side, settings
+from distbench.runs.diff_rows import Pair, Tensors, estimated_rows, exact_rows
+from distbench.runs.sides import Kind, Losses, Side, settings
 
 SCHEMA = 1
 """Of the JSON that `to_json` returns (docs/diff.md)."""
@@ -160,11 +160,13 @@ def diff(
         comparison = compare_files(a.weights[pair[0]], b.weights[pair[1]], progress=progress)
         weights = exact_rows("weights", pair, comparison, tolerance, order)
     if losses is None and not gradients and weights is None:
-        raise RunFolderError(_nothing_in_common(a, b, step))
+        raise RunFolderError(_nothing_in_common(a, b, step, notes))
+    parts = [*gradients, *([] if weights is None else [weights])]
+    if losses is None and not any(part.rows for part in parts) and any(part.only_a and part.only_b for part in parts):
+        raise RunFolderError(_no_parameter_in_common(a, b, parts[0]))
 
-    found = Diff(
-        a, b, tolerance, _differing_settings(a, b, summaries_a, summaries_b), losses, gradients, weights, notes, []
-    )
+    different = _differing_settings(a, b, summaries_a, summaries_b, notes)
+    found = Diff(a, b, tolerance, different, losses, gradients, weights, notes, [])
     found.reading.extend(explain(found))
     return found
 
@@ -204,12 +206,19 @@ def _pairs(
         )
         return []
     pair = list(a)[-1], list(b)[-1]
-    if pair[0] != pair[1] and None not in pair:
-        notes.append(f"{what}: step {pair[0]} of A against step {pair[1]} of B, as there is no step that both have")
+    if None in pair:
+        return [pair]
+    if not every:
+        notes.append(
+            f"{what}: A's last are of step {pair[0]}, B's of step {pair[1]}: not compared, as training alone makes them "
+            "differ; name two checkpoint folders to compare them"
+        )
+        return []
+    notes.append(f"{what}: step {pair[0]} of A against step {pair[1]} of B, as these two files were named")
     return [pair]
 
 
-def _nothing_in_common(a: Side, b: Side, step: int | None) -> str:
+def _nothing_in_common(a: Side, b: Side, step: int | None, notes: list[str]) -> str:
     def holds(side: Side) -> str:
         parts: dict[str, Mapping[Any, Any]] = {
             "losses of steps": side.losses.by_step if side.losses else {},
@@ -220,7 +229,17 @@ def _nothing_in_common(a: Side, b: Side, step: int | None) -> str:
         return f"{side.path} ({side.kind}) has {', '.join(named) or 'none of them'}"
 
     wanted = "losses, gradients or weights" if step is None else f"losses, gradients or weights of step {step}"
-    return f"nothing to compare: no {wanted} on both sides; {holds(a)}; {holds(b)}"
+    return "; ".join([f"nothing to compare: no {wanted} on both sides", holds(a), holds(b), *notes])
+
+
+def _no_parameter_in_common(a: Side, b: Side, part: Tensors) -> str:
+    def few(names: list[str]) -> str:
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    return (
+        f"nothing to compare: no parameter has the same name on both sides; {a.path} has {few(part.only_a)}; "
+        f"{b.path} has {few(part.only_b)}"
+    )
 
 
 def _listed(steps: Mapping[Any, Any]) -> str:
@@ -233,7 +252,14 @@ def _listed(steps: Mapping[Any, Any]) -> str:
 # --- settings
 
 
-def _differing_settings(a: Side, b: Side, summaries_a: _Summaries, summaries_b: _Summaries) -> list[Setting]:
+def _differing_settings(
+    a: Side, b: Side, summaries_a: _Summaries, summaries_b: _Summaries, notes: list[str]
+) -> list[Setting]:
+    if bool(a.config) != bool(b.config):
+        # One is no run. What a recorder says of itself has other names: all of it would be on one side only.
+        if Kind.tensors not in (a.kind, b.kind):
+            notes.append(f"settings: only {'A' if a.config else 'B'} has any")
+        return []
     sections = (
         ("environment", _environment(a, summaries_a), _environment(b, summaries_b)),
         ("config", a.config, b.config),
@@ -242,7 +268,7 @@ def _differing_settings(a: Side, b: Side, summaries_a: _Summaries, summaries_b: 
     found = []
     for section, in_a, in_b in sections:
         if not in_a or not in_b:
-            continue  # the other side is no run: everything would differ
+            continue  # a run that has no record: everything would differ
         for key in [*in_a, *(key for key in in_b if key not in in_a)]:
             values = in_a.get(key), in_b.get(key)
             # By their text, so that 1, 1.0 and true are three values.
@@ -259,7 +285,8 @@ def _environment(side: Side, summaries: _Summaries) -> dict[str, Any]:
         metadata = summaries.metadata()
         return {key: value for key, value in metadata.items() if key not in ("step", "run")}
     record = side.record
-    tree = {key: record.get(key) for key in ("environment", "dtypes", "batch", "model", "initial_weights")}
+    sections = ("environment", "dtypes", "batch", "model", "initial_weights")
+    tree = {key: record[key] for key in sections if record.get(key) is not None}  # null: the run did not get there
     topology = record.get("topology")
     if isinstance(topology, dict):
         ranks = [rank for rank in topology.get("ranks") or [] if isinstance(rank, dict)]

@@ -26,7 +26,7 @@ def explain(found: Diff) -> list[str]:
         said.append(
             f"A and B were asked to compute different things ({_some(other_work)}), so their numbers may differ."
         )
-    elif any(s.key == "initial_weights" for s in found.settings):
+    elif any(s.key == "initial_weights" and s.a is not None and s.b is not None for s in found.settings):
         said.append("A and B started from different weights.")
     if other_update := [key for key in config if key.startswith(UPDATE)]:
         said.append(f"They update their weights otherwise ({_some(other_update)}): steps after the first may differ.")

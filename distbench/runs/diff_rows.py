@@ -9,13 +9,9 @@ from dataclasses import dataclass, field, replace
 from distbench.numerics.compare import Comparison, TensorDifference
 from distbench.numerics.summary import ParameterSummary, Summary
 from distbench.numerics.summary_difference import Difference, Relation, estimate_difference
-from distbench.numerics.summary_torch import PROJECTIONS
 
 Pair = tuple[int | None, int | None]
 """Steps of a and b; None where a file does not say."""
-
-LIKELY = (0.745, 1.52)
-"""The true distance is within these multiples of an estimated one in 95 % of cases (docs/gradient-summaries.md)."""
 
 SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 2.0**-1074}
 """The smallest positive number of each dtype: what is not further from zero is within any positive tolerance."""
@@ -43,6 +39,9 @@ class Row:
     """|a - b|, L2."""
     distance_error: float | None = None
     """Its standard error; 0 where it is exact."""
+    distance_low: float | None = None
+    distance_high: float | None = None
+    """The true distance is between them in 95 % of cases (docs/gradient-summaries.md)."""
     relative: float | None = None
     """distance / |b|."""
     cosine: float | None = None
@@ -118,8 +117,13 @@ class Tensors:
         relative = self.relative
         if not relative:
             return relative
-        shares = [(row.distance / self._distance) ** 2 for row in self.rows if row.distance and row.distance_error]
-        return relative / 2 * math.sqrt(2 / PROJECTIONS) * math.hypot(*shares)
+        total = self._distance
+        errors = [
+            row.distance / total * (row.distance_error / total)
+            for row in self.rows
+            if row.distance and row.distance_error
+        ]
+        return relative * math.hypot(*errors)
 
     @property
     def _distance(self) -> float:
@@ -200,6 +204,8 @@ def _estimated_row(d: Difference, a: ParameterSummary, b: ParameterSummary, tole
         dtype_b=b.dtype,
         distance=None if relation == "nonfinite" else _known(d.distance),
         distance_error=None if relation == "nonfinite" else _known(d.distance_error),
+        distance_low=None if relation == "nonfinite" else _known(d.distance_low),
+        distance_high=None if relation == "nonfinite" else _known(d.distance_high),
         relative=None if relation == "nonfinite" else _known(d.relative),
         cosine=_known(d.cosine),
         cosine_error=_known(d.cosine_error),
@@ -222,10 +228,9 @@ def _beyond(d: Difference, a: ParameterSummary, b: ParameterSummary, tolerance: 
     if tolerance == 0 and d.relation is Relation.DIFFERENT:
         return True, False, ""  # the digest says so, however small the distance
     allowed = tolerance * b.norm + (0.0 if d.exact else d.rounding)
-    low, high = (1.0, 1.0) if d.exact else LIKELY
-    uncertain = tolerance > 0 and d.distance * low <= allowed < d.distance * high
+    uncertain = tolerance > 0 and d.distance_low <= allowed < d.distance_high
     detail = f"dtypes {a.dtype} and {b.dtype}: values compared" if d.relation is Relation.UNKNOWN else ""
-    return d.distance > allowed, uncertain, detail
+    return not d.distance <= allowed, uncertain, detail  # where norms overflow it is NaN, and counts
 
 
 def _nonfinite(p: ParameterSummary) -> str:
@@ -305,6 +310,8 @@ def _exact_row(t: TensorDifference, tolerance: float) -> Row:
         dtype_b=t.dtype_b,
         distance=None if relation == "nonfinite" else t.l2_difference,
         distance_error=None if relation == "nonfinite" else 0.0,
+        distance_low=None if relation == "nonfinite" else t.l2_difference,
+        distance_high=None if relation == "nonfinite" else t.l2_difference,
         relative=t.relative_l2,
         cosine=t.cosine,
         cosine_error=None if t.cosine is None else 0.0,

@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from distbench import __version__
+
 PACKAGES = ("torch", "hydra-core", "omegaconf", "tensorboard", "safetensors", "numpy", "numba")
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "MKL_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NODELIST")
 
@@ -22,7 +24,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
-        "distbench": _version("distbench"),
+        "distbench": __version__,
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -58,7 +60,7 @@ def _cpu_model() -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """Commit of the working directory's repository and whether it was dirty; None outside one."""
+    """The working directory's repository (the name of its folder), its commit and whether it was dirty; None outside one."""
 
     def git(*words: str) -> str | None:
         try:
@@ -70,4 +72,9 @@ def _git() -> dict[str, Any] | None:
     commit = git("rev-parse", "HEAD")
     if commit is None:
         return None
-    return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    top = git("rev-parse", "--show-toplevel")
+    return {
+        "repository": Path(top).name if top else None,
+        "commit": commit,
+        "dirty": bool(git("status", "--porcelain", "--untracked-files=no")),
+    }

@@ -29,6 +29,7 @@ GATE_SCHEMA = 1
 _SUMMARY = re.compile(r"step_(\d{1,18})\.safetensors")
 _FULL = re.compile(r"step_(\d{1,18})\.full\.safetensors")
 _CHECKPOINT = re.compile(r"step_(\d{1,18})")
+_DUPLICATE = "duplicate_of.json"
 _RUN_FILES = ("record.json", "resolved.yaml", "metrics.jsonl", "gate.json", "gradients", "checkpoints", ".hydra")
 
 
@@ -92,10 +93,14 @@ class Side:
 
 
 def _open_folder(path: Path) -> Side:
-    if not any((path / name).exists() for name in _RUN_FILES):
+    if (path / _DUPLICATE).exists():
+        return _open_twin(path)
+    if not _is_run(path):
         summaries = _steps(path, _SUMMARY)
-        if summaries and _is_summary(next(iter(summaries.values()))):
+        if summaries and is_summary(next(iter(summaries.values()))):
             return Side(path, Kind.summaries, summaries=summaries, full_gradients=_steps(path, _FULL))
+        if not any(path.glob("*.safetensors*")) and (inside := _folders_inside(path)):
+            raise RunFolderError(f"{path} holds nothing to compare itself; name a folder in it: {inside}")
         return Side(path, Kind.tensors, weights={None: path})
 
     side = Side(path, Kind.run)
@@ -119,14 +124,54 @@ def _open_folder(path: Path) -> Side:
     return side
 
 
+def _open_twin(path: Path) -> Side:
+    """The run that a sweep's cell names instead of holding one of its own: a neighbour, and itself a run."""
+    file = path / _DUPLICATE
+    content = read_text(file, MAX_YAML_BYTES)
+    with _as_run_folder_error(file):
+        name = json.loads(content)["duplicate_of"]
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{name!r} is not the name of a cell")
+    twin = path.resolve().parent / name
+    if not twin.is_dir() or (twin / _DUPLICATE).exists():
+        raise RunFolderError(f"{path} is the same experiment as {name}, which is no run folder beside it")
+    side = _open_folder(twin)
+    side.notes.insert(0, f"{path} was not run, as it is the same experiment as {name}: that one is compared")
+    return side
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in _RUN_FILES)
+
+
+def _folders_inside(path: Path, depth: int = 2) -> str:
+    """Folders below `path` that `Side.open` would take: the first few, and how many more."""
+
+    def holding(folder: Path, depth: int) -> Iterator[Path]:
+        for entry in sorted(folder.iterdir()):
+            if entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+                if _is_run(entry) or any(entry.glob("*.safetensors")):
+                    yield entry
+                elif depth > 1:
+                    yield from holding(entry, depth - 1)
+
+    found = [str(entry.relative_to(path)) for entry in holding(path, depth)]
+    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+
+
 def _open_file(path: Path) -> Side:
-    if not _is_summary(path):
+    if not is_summary(path):
         return Side(path, Kind.tensors, weights={None: path})
     match = _SUMMARY.fullmatch(path.name)
     return Side(path, Kind.summaries, summaries={int(match[1]) if match else None: path})
 
 
-def _is_summary(path: Path) -> bool:
+def summaries_in(folder: Path) -> list[Path]:
+    """Files of a folder that are named as gradient summaries are, in order of steps."""
+    return list(_steps(folder, _SUMMARY).values())
+
+
+def is_summary(path: Path) -> bool:
     """Whether this is a gradient summary; what cannot be opened is not, and its reader says why."""
     from safetensors import SafetensorError, safe_open
 

@@ -192,8 +192,16 @@ def test_checks_that_name_their_cause(name: str, step: int, kind: str) -> None:
     check = Check(name, step, "free", False, detail="the detail", parameter="a.weight")
     found = diagnose(verdict_of(check=check), Location(name, step), config_of())
     assert found.kind == kind
-    assert "the detail" in found.text or kind == "unknown"
-    assert "the detail" in found.evidence
+    assert "the detail" not in found.text, "the verdict says it, right before"
+    assert found.evidence.count("the detail") == 1
+
+
+def test_what_enters_backward() -> None:
+    """The loss itself is equal, so it is not where anything was first seen."""
+    location = Location("loss", 1, None, "loss", "backward", local_gradients_agree=False)
+    found = diagnose(verdict_of(gradient("a", 0.9, 0.9), gradient("b", 0.8, 0.9)), location, config_of())
+    assert found.kind == "data" and "the loss is right" in found.text
+    assert "first seen in the gradient that enters backward (the loss is equal)" in found.text
 
 
 def test_losses() -> None:

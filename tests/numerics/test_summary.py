@@ -462,8 +462,10 @@ def test_scale_errors_give_alpha_to_all_digits() -> None:
         assert difference.relation == Relation.DIFFERENT
         assert difference.alpha == pytest.approx(factor, rel=1e-12)
         assert difference.cosine == pytest.approx(math.copysign(1, factor), rel=1e-12)
-        true = abs(factor - 1) * float(b.norm())
-        assert abs(difference.distance - true) < 5 * difference.distance_error
+        assert difference.distance == pytest.approx(abs(factor - 1) * float(b.double().norm()), rel=1e-12)
+        assert difference.distance_error < 1e-12 * difference.distance and not difference.exact
+        assert difference.distance_low == pytest.approx(difference.distance, rel=1e-12)
+        assert difference.distance_high == pytest.approx(difference.distance, rel=1e-12)
     scaled = b * (1 + 2.4e-4)
     tiny = compare(whole(scaled)["w"], whole(b)["w"])
     assert tiny.alpha == pytest.approx(float(scaled.double() @ b.double()) / float(b.double() @ b.double()), abs=1e-13)
@@ -484,6 +486,11 @@ def test_cosine_and_alpha_of_any_angle_have_the_stated_errors() -> None:
         # With the error as estimated from the same 16 numbers, the interval is a little short.
         assert np.mean([abs(d.cosine - cosine) < 2 * d.cosine_error for d in found]) > 0.8
         assert all(d.alpha == pytest.approx(3 * d.cosine, rel=1e-5) for d in found)
+        # The distance follows from the same angle, and is known the better the more of it the norms make.
+        true = float((a - b).double().norm())
+        assert np.std([d.distance for d in found]) < 1.25 * np.mean([d.distance_error for d in found])
+        assert np.mean([d.distance_low <= true <= d.distance_high for d in found]) > 0.9
+        assert all(d.distance_error <= (RELATIVE_ERROR + 1e-12) * d.distance for d in found)
 
 
 def test_close_gradients_are_told_apart_far_below_float32() -> None:

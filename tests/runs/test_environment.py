@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distbench import __version__
 from distbench.runs import environment as module
 from distbench.runs.environment import environment
 
@@ -24,6 +25,7 @@ def test_versions_and_machine_are_this_ones(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("SECRET_TOKEN", "hush")
     found = environment()
     assert found["packages"]["torch"] == version("torch")
+    assert found["distbench"] == __version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["cores"] == len(os.sched_getaffinity(0))
     assert found["variables"]["GLOO_SOCKET_IFNAME"] == "lo"
@@ -40,10 +42,10 @@ def test_git_is_the_working_directorys(tmp_path: Path, monkeypatch: pytest.Monke
     subprocess.run(["git", *identity, "commit", "-q", "-m", "first"], check=True)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
     environment.cache_clear()
-    assert environment()["git"] == {"commit": commit, "dirty": False}
+    assert environment()["git"] == {"repository": tmp_path.name, "commit": commit, "dirty": False}
     (tmp_path / "a").write_text("2")
     environment.cache_clear()
-    assert environment()["git"] == {"commit": commit, "dirty": True}
+    assert environment()["git"] == {"repository": tmp_path.name, "commit": commit, "dirty": True}
 
 
 def test_a_package_that_is_missing_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
