@@ -25,12 +25,9 @@ class StandIns:
         vars(module)[name] = tensor
         self._places.add(place)
 
-    def drop(self, places: Iterable[Place]) -> None:
-        for module, name in places:
-            vars(module).pop(name, None)
-
     def clear(self) -> None:
-        self.drop(self._places)
+        for module, name in self._places:
+            vars(module).pop(name, None)
         self._places.clear()
 
 

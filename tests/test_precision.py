@@ -354,3 +354,12 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
 
     with pytest.raises(UserModelError, match="returned a tuple; it must return one tensor"):
         PrecisionPolicy(preset("fp32"), CPU).forward(Pair(2, 2), torch.ones(1, 2))
+
+
+def test_a_buffer_of_two_modules_stays_one() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    shared = torch.zeros(2)
+    for module in model:
+        module.register_buffer("mean", shared)
+    PrecisionPolicy(precision("fp64"), CPU).prepare(model)
+    assert model[0].mean is model[1].mean and model[0].mean.dtype is torch.float64
