@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.func import functional_call
 
 from distbench.config import LossScaler, Precision
 from distbench.errors import UserModelError
-from distbench.stand_ins import StandIns, places
+from distbench.stand_ins import Place, StandIns, places
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -41,6 +42,8 @@ class CastParameters(nn.Module):
         self._cast_module = module
         self.dtype = dtype
         self._stand_ins = StandIns()
+        self._backward = -1
+        """The engine's number of the backward at hand."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         cast = {
@@ -48,16 +51,33 @@ class CastParameters(nn.Module):
             for name, parameter in self._cast_module.named_parameters()
         }
         self._stand_ins.clear()
-        cast_of = {id(parameter): cast[name] for name, parameter in self._cast_module.named_parameters()}
+        held: dict[int, list[Place]] = {}
         for module, name in places(self._cast_module.modules()):
-            self._stand_ins.put((module, name), cast_of[id(module._parameters[name])])
+            held.setdefault(id(module._parameters[name]), []).append((module, name))
+        for name, parameter in self._cast_module.named_parameters():
+            for place in held[id(parameter)]:
+                self._stand_ins.put(place, cast[name])
+            if (node := cast[name].grad_fn) is not None:
+                # The engine takes late nodes first, and these were the first: without this each gradient would wait for
+                # the whole backward, and DDP would have nothing to hide its communication behind.
+                node._set_sequence_nr(2**62)
+                cast[name].register_hook(partial(self._drop, held[id(parameter)]))
         # Beside the stand-ins, so that in forward `parameters()` are the cast ones, too, as under FSDP.
         outputs = functional_call(self._cast_module, cast, args, kwargs)
         if isinstance(outputs, Tensor) and outputs.requires_grad:
-            # Private, and what torch's DDP and FSDP end their backward with (seen in torch 2.13).
-            engine = torch.autograd.Variable._execution_engine
-            outputs.register_hook(lambda _: engine.queue_callback(self._stand_ins.clear))
+            outputs.register_hook(self._begin_backward)
         return outputs
+
+    def _begin_backward(self, _: Tensor) -> None:
+        """Private, and what torch's DDP and FSDP end their backward with (seen in torch 2.13)."""
+        self._backward = torch._C._current_graph_task_id()
+        torch.autograd.Variable._execution_engine.queue_callback(self._stand_ins.clear)
+
+    def _drop(self, own: list[Place], _: Tensor) -> None:
+        """Its gradient is complete, so nothing will use it again: memory goes as backward does. Not so within the backward
+        of one checkpointed part (`use_reentrant=True`), where another part may use it still."""
+        if torch._C._current_graph_task_id() == self._backward:
+            self._stand_ins.drop(own)
 
 
 class PrecisionPolicy:

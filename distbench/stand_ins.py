@@ -25,9 +25,12 @@ class StandIns:
         vars(module)[name] = tensor
         self._places.add(place)
 
-    def clear(self) -> None:
-        for module, name in self._places:
+    def drop(self, places: Iterable[Place]) -> None:
+        for module, name in places:
             vars(module).pop(name, None)
+
+    def clear(self) -> None:
+        self.drop(self._places)
         self._places.clear()
 
 
