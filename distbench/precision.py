@@ -34,7 +34,7 @@ class CastParameters(nn.Module):
     """Runs a module with its parameters cast to a lower dtype; their gradients arrive in the parameters' own.
 
     What FSDP's mixed precision does at a unit boundary, without sharding. Tied parameters are cast once and stay tied.
-    The cast ones stay in place until backward has ended: activation checkpointing runs forward again in it.
+    The cast ones stay in place until backward is done with them: activation checkpointing runs forward again in it.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
