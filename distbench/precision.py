@@ -34,7 +34,7 @@ class CastParameters(nn.Module):
     """Runs a module with its parameters cast to a lower dtype; their gradients arrive in the parameters' own.
 
     What FSDP's mixed precision does at a unit boundary, without sharding. Tied parameters are cast once and stay tied.
-    The cast ones stay in place until backward has ended: activation checkpointing runs forward again in it.
+    The cast ones stay in place until backward is done with them: activation checkpointing runs forward again in it.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -57,7 +57,10 @@ class CastParameters(nn.Module):
         for name, parameter in self._cast_module.named_parameters():
             for place in held[id(parameter)]:
                 self._stand_ins.put(place, cast[name])
-            if cast[name].grad_fn is not None:
+            if (node := cast[name].grad_fn) is not None:
+                # The engine takes late nodes first, and these were the first: without this each gradient would wait for
+                # the whole backward, and DDP would have nothing to hide its communication behind.
+                node._set_sequence_nr(2**62)
                 cast[name].register_hook(partial(self._drop, held[id(parameter)]))
         # Beside the stand-ins, so that in forward `parameters()` are the cast ones, too, as under FSDP.
         outputs = functional_call(self._cast_module, cast, args, kwargs)

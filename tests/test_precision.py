@@ -354,3 +354,35 @@ def test_a_model_that_returns_no_tensor_is_refused() -> None:
 
     with pytest.raises(UserModelError, match="returned a tuple; it must return one tensor"):
         PrecisionPolicy(preset("fp32"), CPU).forward(Pair(2, 2), torch.ones(1, 2))
+
+
+def test_a_buffer_of_two_modules_stays_one() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    shared = torch.zeros(2)
+    for module in model:
+        module.register_buffer("mean", shared)
+    PrecisionPolicy(precision("fp64"), CPU).prepare(model)
+    assert model[0].mean is model[1].mean and model[0].mean.dtype is torch.float64
+
+
+def test_gradients_of_cast_parameters_come_as_backward_goes() -> None:
+    """What DDP's overlap lives on; and the cast parameters go with them."""
+    layers = [nn.Linear(2, 2) for _ in range(3)]
+    order: list[str] = []
+
+    def watch(index: int, layer: nn.Linear) -> None:
+        layer.weight.register_post_accumulate_grad_hook(lambda _: order.append(f"gradient {index}"))
+        layer.register_forward_hook(lambda module, args, y: y.register_hook(lambda _: seen(index)) and None)
+
+    def seen(index: int) -> None:
+        left = [i for i, layer in enumerate(layers) if not isinstance(layer.weight, nn.Parameter)]
+        order.append(f"output {index}, cast {left}")
+
+    for index, layer in enumerate(layers):
+        watch(index, layer)
+    CastParameters(nn.Sequential(*layers), torch.bfloat16)(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    assert order == [
+        *("output 2, cast [0, 1, 2]", "gradient 2"),
+        *("output 1, cast [0, 1]", "gradient 1"),
+        *("output 0, cast [0]", "gradient 0"),
+    ]

@@ -40,6 +40,7 @@ CONFIGS = {
     "frozen": config_of("Frozen"),
     "unused": config_of("Unused"),
     "odd": config_of("Odd", optimizer=ADAMW),
+    "many buffers": config_of("ManyBuffers", optimizer=ADAMW),
 }
 every_config = pytest.mark.parametrize("name", CONFIGS)
 
@@ -124,3 +125,14 @@ def test_a_parameter_of_another_memory_layout_is_loaded(tmp_path: Path) -> None:
     assert not torch.equal(parameter, expected)
     load_state(trainer, baseline, 0)
     assert torch.equal(parameter, expected)
+
+
+def test_counters_that_a_module_keeps_are_restored() -> None:
+    """They cannot be put into the baseline's state; but the run goes on as if the gate had not been there."""
+    trainer = built(config_of("Hidden"))
+    trainer.run(until=2)
+    saved, first = snapshot(trainer), trainer.module.get_submodule("")
+    losses = [trainer.train_step().loss for _ in range(2)]
+    restore(trainer, saved)
+    assert first.calls == 2
+    assert [trainer.train_step().loss for _ in range(2)] == losses
