@@ -6,6 +6,7 @@ from typing import Any
 
 from distbench.config import Config, LossKind
 from distbench.measure import flops
+from distbench.measure.predicted import predict_memory
 from distbench.measure.section import section
 from distbench.measure.tracked import track
 from distbench.measure.traffic import Traffic
@@ -52,6 +53,7 @@ def window_sections(
         [rate for _, rate in ranks],
         world.backend if world.size > 1 else None,
     )
+    found["memory_predicted"] = predict_memory(config, trainer)
     return {"window": found, "window_reason": None}
 
 
