@@ -154,28 +154,3 @@ class NeverSynced(CatalogueFault):
             return original(module, False)
 
         around(trainer.strategy, "backward_sync", backward_sync)
-
-
-class LateTransient(CatalogueFault):
-    """The fourth reduction of the run, and no other, gives half of every gradient.
-
-    With three ranks or more that is a step after those that are held against the bound. Any strategy.
-    """
-
-    checks = ("gradients", "trajectory", "coverage")
-    diagnosis = ("later_steps", "scale", "reduction")
-    ranks = (4,)
-
-    def __init__(self, call: int = 4) -> None:
-        self.call, self.calls = call, 0
-
-    def install(self, trainer: Trainer) -> None:
-        def gradients(original: Callable[[nn.Module], list[Tensor]], module: nn.Module) -> list[Tensor]:
-            found = original(module)
-            self.calls += 1
-            if self.calls == self.call:
-                for gradient in found:
-                    gradient.mul_(0.5)
-            return found
-
-        around(trainer.strategy, "gradients", gradients)

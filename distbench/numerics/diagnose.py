@@ -87,8 +87,6 @@ def _cause(
         return "clipping", "clipped by a norm that is not the global gradient's"
     if check.name == "weights_held":
         return "later_steps", "weights changed outside the optimizer"
-    if check.name == "trajectory":
-        return "later_steps", "a fault that came in the free step alone"
     if check.name == "coverage" and "never run" in check.detail:
         return "later_steps", "the run did not go through the gate's steps"
     if check.name == "coverage":

@@ -28,7 +28,6 @@ FOUND_BEFORE = ("structure", "initial_weights", "initial_buffers", "samples", "d
 
 FOUND_AFTER = (
     "weights_held",
-    "trajectory",
     "scale",
     "representable",
     "plain_sgd",
