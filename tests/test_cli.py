@@ -308,7 +308,8 @@ def test_a_failing_cell_does_not_stop_the_sweep(failing: Finished) -> None:
 
 def test_a_models_own_error_is_told_once_and_first(failing: Finished) -> None:
     """One rank's traceback, from the user's first line on; nothing of ours before it."""
-    assert failing.said.count("ArithmeticError: the user's own mistake") == 1
+    told = [line for line in failing.said.splitlines() if line == "ArithmeticError: the user's own mistake"]
+    assert len(told) == 1, "the table's reason aside, once"
     lines = failing.out[: failing.out.index("ArithmeticError: the user's own mistake")].splitlines()
     start = max(index for index, line in enumerate(lines) if line == "Traceback (most recent call last):")
     assert lines[start - 1].startswith("rank ") and lines[start - 1].endswith(" failed:")
