@@ -205,11 +205,15 @@ def run_rank(
         world.leave()
         return Status.gate_failed
 
+    if log:
+        folder.update_record(gate=gate, topology=topology)  # whatever becomes of the run, this is known
     measured, reason = measure_windows(config, trainer, folder)
     trainer.run(until=config.steps)
     state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
     checkpoint = save_model(folder, trainer.step, state) if log and state is not None else None
-    window = window_sections(config, trainer, measured, reason)
+    window = window_sections(
+        config, trainer, measured, reason, save=(lambda sections: folder.update_record(**sections)) if log else None
+    )
     if log:
         log.finish(
             status=Status.passed.value,

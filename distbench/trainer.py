@@ -107,7 +107,8 @@ class Trainer:
         data_seconds = time.perf_counter() - start
 
         scale, lr = self.scaler.scale, self.schedule.get_last_lr()[0]
-        count = self.loss.count(batches, self.world)
+        with self.span("count"):
+            count = self.loss.count(batches, self.world)
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):

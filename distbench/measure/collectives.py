@@ -10,7 +10,7 @@ from typing import Any
 
 from distbench.measure.flight import Entry
 from distbench.measure.recorder import Recording, Span
-from distbench.measure.traffic import SENT, sent
+from distbench.measure.traffic import SENT, on_wire, sent
 
 DISPATCHED = {
     "allreduce_": "all_reduce",
@@ -27,6 +27,10 @@ DISPATCHED = {
     "barrier": "barrier",
 }
 """c10d's operators, by what they mean."""
+
+
+Key = tuple[str | None, str, str, int]
+"""Operation (None: not known), the backend's, dtype, group size."""
 
 
 @dataclass(frozen=True)
@@ -94,21 +98,28 @@ def _share(index: int, total: int, steps: int) -> int | None:
     return None if place < 0 else place
 
 
-def rows(windows: Sequence[Sequence[Sequence[Call]]], meanings: Sequence[str], steps: int) -> list[dict[str, Any]]:
+def _meaning(backend_op: str, backend: str | None) -> str | None:
+    """What was asked for, where the backend's own name of it says so."""
+    return None if backend_op in {on_wire(op, backend) for op in SENT if on_wire(op, backend) != op} else backend_op
+
+
+def rows(
+    windows: Sequence[Sequence[Sequence[Call]]], meanings: Sequence[str], steps: int, backend: str | None
+) -> list[dict[str, Any]]:
     """The record's `collectives`: per step, medians over all measured steps.
 
     `windows`: for each window every rank's calls, in rank order. `meanings`: of one step's collectives, in order (empty
     where not known). `steps`: measured steps of a window.
     """
-    samples: dict[tuple[str, str, str, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    samples: dict[Key, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for ranks in windows:
         for step in range(steps):
-            found: dict[tuple[str, str, str, int], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+            found: dict[Key, dict[str, float]] = defaultdict(lambda: defaultdict(float))
             here = [[call for call in own if call.step == step] for own in ranks]
             for position, call in enumerate(here[0]):
                 peers = {rank: own[position] for rank, own in enumerate(here) if position < len(own)}
                 same = [peers[rank].seconds for rank in call.ranks or peers if rank in peers]
-                meaning = meanings[position] if len(meanings) == len(here[0]) else call.backend_op
+                meaning = meanings[position] if len(meanings) == len(here[0]) else _meaning(call.backend_op, backend)
                 row = found[meaning, call.backend_op, call.dtype, len(call.ranks)]
                 row["calls"] += 1
                 row["buffer_bytes"] += call.buffer_bytes
@@ -126,7 +137,7 @@ def rows(windows: Sequence[Sequence[Sequence[Call]]], meanings: Sequence[str], s
     ]
 
 
-def _row(key: tuple[str, str, str, int], row: dict[str, float]) -> dict[str, Any]:
+def _row(key: Key, row: dict[str, float]) -> dict[str, Any]:
     op, backend_op, dtype, size = key
     timed = row["untimed"] == 0 and row["transfer"] > 0
     algbw = row["buffer_bytes"] / row["transfer"] / 1e9 if timed else None
@@ -137,6 +148,7 @@ def _row(key: tuple[str, str, str, int], row: dict[str, float]) -> dict[str, Any
         "group_size": size,
         "calls": row["calls"],
         "buffer_bytes": row["buffer_bytes"],
+        "op_reason": None if op else f"not tracked: an {backend_op} of this backend may stand for something else",
         "logical_bytes": sent(op, row["buffer_bytes"], size) if op in SENT else None,
         "wire_bytes": sent(backend_op, row["buffer_bytes"], size) if backend_op in SENT else None,
         "transfer": row["transfer"] if timed else None,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from distbench.config import Config, LossKind
 from distbench.measure import flops
 from distbench.measure.predicted import predict_memory
 from distbench.measure.section import section
-from distbench.measure.tracked import track
+from distbench.measure.tracked import Tracked, track
 from distbench.measure.traffic import Traffic
 from distbench.measure.window import Measurement, Window, planned
 from distbench.precision import DTYPES
@@ -28,10 +29,15 @@ def measure_windows(config: Config, trainer: Trainer, folder: RunFolder) -> tupl
 
 
 def window_sections(
-    config: Config, trainer: Trainer, measured: Measurement | None, reason: str | None
+    config: Config,
+    trainer: Trainer,
+    measured: Measurement | None,
+    reason: str | None,
+    save: Callable[[dict[str, Any]], None] | None,
 ) -> dict[str, Any]:
     """The record's `window` and `window_reason`, the same on every rank. A collective; it trains on, so call it when
-    what was trained is safe."""
+    what was trained is safe. `save`: given the sections before the tracked steps, which a model's code could still
+    break."""
     if measured is None:
         return {"window": None, "window_reason": reason}
     world, dtype = trainer.world, config.precision.compute_dtype
@@ -43,18 +49,25 @@ def window_sections(
     world.barrier()
     rate = flops.calibrate(world.device, DTYPES[dtype])
     ranks = world.gather((measured, rate))
-    tracked = world.gather(track(trainer)) if config.window.track else []
-    found = section(
-        config,
-        [own for own, _ in ranks],
-        tracked,
-        promised,
-        flops.known_peak(world.device, dtype),
-        [rate for _, rate in ranks],
-        world.backend if world.size > 1 else None,
-    )
-    found["memory_predicted"] = predict_memory(config, trainer)
-    return {"window": found, "window_reason": None}
+    predicted = predict_memory(config, trainer)
+
+    def sections(tracked: list[Tracked]) -> dict[str, Any]:
+        found = section(
+            config,
+            [own for own, _ in ranks],
+            tracked,
+            promised,
+            flops.known_peak(world.device, dtype),
+            [rate for _, rate in ranks],
+            world.backend if world.size > 1 else None,
+        )
+        return {"window": {**found, "memory_predicted": predicted}, "window_reason": None}
+
+    if not config.window.track:
+        return sections([])
+    if save is not None:
+        save(sections([]))
+    return sections(world.gather(track(trainer)))
 
 
 def own_traffic(config: Config, size: int) -> list[Traffic]:

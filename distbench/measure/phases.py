@@ -16,6 +16,10 @@ PREFIX = "distbench."
 STEP = f"{PREFIX}step"
 
 
+PHASES = ("data", "forward", "backward", "optimizer")
+"""Those that the record splits a step into; the rest of it is `other`."""
+
+
 class BlockedClock:
     """ns in which this thread was neither running nor waiting for a core: asleep, mostly for a collective.
 

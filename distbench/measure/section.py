@@ -11,9 +11,10 @@ import numpy as np
 from distbench.config import Config
 from distbench.measure import flops
 from distbench.measure.collectives import rows
+from distbench.measure.phases import PHASES
 from distbench.measure.spread import figure, missing
 from distbench.measure.tracked import Tracked
-from distbench.measure.traffic import Traffic
+from distbench.measure.traffic import Traffic, on_wire
 from distbench.measure.window import Measurement, Step, Take
 
 MEMORY = ("peak_allocated", "peak_active", "peak_reserved", "device_used", "rss_peak")
@@ -39,8 +40,8 @@ def section(
     window = config.window
     step_time = _slowest(ranks)
     overhead = _overhead(ranks)
-    too_much = overhead["low"] is not None and overhead["low"] > window.max_overhead
-    table = _collectives(ranks, tracked, window.measured)
+    too_much = _costs_too_much(ranks, overhead, window.max_overhead)
+    table = _collectives(ranks, tracked, window.measured, backend)
     flop = _flops(config, tracked)
     return {
         "name": window.name,
@@ -101,11 +102,10 @@ def _tokens(ranks: Ranks) -> dict[str, Any]:
 def _split(measurement: Measurement, rank: int) -> dict[str, Any]:
     """Medians of the phases and of what lies between them."""
     steps = [step for take in measurement.takes for step in take.steps]
-    found: dict[str, Any] = {
-        name: statistics.median(step.phases.get(name, 0.0) for step in steps)
-        for name in ("data", "forward", "backward", "optimizer")
-    }
-    found["other"] = statistics.median(max(0.0, step.seconds - sum(step.phases.values())) for step in steps)
+    found: dict[str, Any] = {name: statistics.median(step.phases.get(name, 0.0) for step in steps) for name in PHASES}
+    found["other"] = statistics.median(
+        max(0.0, step.seconds - sum(step.phases.get(name, 0.0) for name in PHASES)) for step in steps
+    )
     return {**found, "rank": rank}
 
 
@@ -127,6 +127,24 @@ def _overhead(ranks: Ranks) -> dict[str, Any]:
     pairs = min(metered.shape[1], reference.shape[1])
     ratios = metered[:, :pairs] / reference[:, :pairs] - 1
     return figure(ratios.tolist(), "ratio", "metered over unmetered steps of the same window, paired in order")
+
+
+ENOUGH_PAIRS = 10
+"""Of metered and reference steps, below which their ratio's interval says more of the machine than of the meters."""
+
+
+def _costs_too_much(ranks: Ranks, overhead: dict[str, Any], limit: float) -> bool:
+    """For sure only: enough pairs, all of the interval above the limit, and every window alike."""
+    takes = ranks[0].takes
+    pairs = sum(min(len(take.steps), len(take.reference)) for take in takes)
+    if overhead["low"] is None or overhead["low"] <= limit or pairs < ENOUGH_PAIRS or len(takes) < 2:
+        return False
+    slower = [
+        statistics.median(s.seconds for s in take.steps) > (1 + limit) * statistics.median(take.reference)
+        for measurement in ranks
+        for take in measurement.takes
+    ]
+    return all(slower)
 
 
 def _communication(ranks: Ranks, backend: str | None) -> dict[str, Any]:
@@ -165,9 +183,9 @@ def _rank(rank: int, measurement: Measurement) -> dict[str, Any]:
 # --- bytes and memory
 
 
-def _collectives(ranks: Ranks, tracked: Sequence[Tracked], measured: int) -> list[dict[str, Any]]:
+def _collectives(ranks: Ranks, tracked: Sequence[Tracked], measured: int, backend: str | None) -> list[dict[str, Any]]:
     windows = [[measurement.takes[w].calls for measurement in ranks] for w in range(len(ranks[0].takes))]
-    return rows(windows, tracked[0].meanings if tracked else [], measured)
+    return rows(windows, tracked[0].meanings if tracked else [], measured, backend)
 
 
 def audit(
@@ -209,12 +227,15 @@ def _mismatch(
     formula: float, ledger: float, promised: Sequence[Traffic], table: Sequence[dict[str, Any]], backend: str
 ) -> str:
     """Name the operation that differs, and the likely cause."""
+    known = all(row["op"] for row in table)
     wanted: dict[str, float] = {}
     for traffic in promised:
-        wanted[traffic.op] = wanted.get(traffic.op, 0) + traffic.wire_bytes(backend)
+        op = traffic.op if known else on_wire(traffic.op, backend)
+        wanted[op] = wanted.get(op, 0) + traffic.wire_bytes(backend)
     got: dict[str, float] = {}
     for row in table:
-        got[row["op"]] = got.get(row["op"], 0) + (row["wire_bytes"] or 0)
+        op = row["op"] if known else row["backend_op"]
+        got[op] = got.get(op, 0) + (row["wire_bytes"] or 0)
     parts = [
         f"{op} {got.get(op, 0):,.0f} instead of {wanted.get(op, 0):,.0f}"
         for op in sorted(set(wanted) | set(got))
@@ -223,9 +244,9 @@ def _mismatch(
     reductions = ("all_reduce", "reduce_scatter")
     more = sum(got.get(op, 0) for op in reductions) > sum(wanted.get(op, 0) for op in reductions)
     cause = (
-        "gradients are reduced more often than configured (a no_sync that does nothing?)"
+        "gradients are reduced more often than configured: a no_sync that does nothing, or units called several times a step"
         if more
-        else "units that are not used in every step, or parameters gathered more or less often than configured"
+        else "units that are called several times a step, or not in every one"
     )
     return (
         f"a rank sends {ledger:,.0f} bytes a step, the formula says {formula:,.0f}: {'; '.join(parts)}; likely: {cause}"

@@ -21,7 +21,7 @@ from distbench.measure import flight, network
 from distbench.measure.collectives import Call, calls, is_collective
 from distbench.measure.intervals import Interval, intersection, length
 from distbench.measure.memory import MemoryMeter, memory_meters
-from distbench.measure.phases import PREFIX, STEP, Phases
+from distbench.measure.phases import PHASES, PREFIX, STEP, Phases
 from distbench.measure.recorder import Recording, ScopeRecorder
 from distbench.trainer import Observer, StepMetrics, Trainer
 
@@ -199,7 +199,7 @@ class Window:
                 s.interval for s in recording.spans if s.device and not is_collective(s) and not _annotation(s.name)
             ]
             return busy, (busy - length(intersection(collectives, compute))) / 1e9
-        return busy, None if asleep is None else min(asleep, busy / 1e9)
+        return busy, None if asleep is None else min(max(asleep, 0.0), busy / 1e9)
 
 
 def _annotation(name: str) -> bool:
@@ -216,7 +216,7 @@ def timeline(recording: Recording, step: Interval) -> list[dict[str, Any]]:
         phase = span.name.removeprefix(PREFIX)
         if is_collective(span):
             kind, name = "collective", span.name.partition(":")[2] or span.name
-        elif span.name.startswith(PREFIX) and phase != "step" and not span.device:
+        elif span.name.startswith(PREFIX) and phase in PHASES and not span.device:
             kind, name = phase, phase
         else:
             continue

@@ -46,13 +46,18 @@ def decision_rows(ranking: Ranking) -> list[Row]:
     return rows
 
 
+def _own_name(row: Candidate | Run) -> str:
+    """An imported row's name is its tool's, not a cell of a sweep."""
+    return plain(row.name)[4:32] if row.labels["from"] and re.match(r"\d{3}_", row.name) else short_name(row.name)
+
+
 def candidate_row(candidate: Candidate) -> Row:
     """A candidate's line of the table."""
     median, low, high = (1e3 * value for value in candidate.step_time)
     verdict = "chosen" if candidate.chosen else candidate.versus.verdict if candidate.versus else "not eligible"
     cells = {
         "": (">" if candidate.chosen else " ") + ("*" if candidate.pareto else " "),
-        "run": short_name(candidate.name) + (f" x{len(candidate.runs)}" if len(candidate.runs) > 1 else ""),
+        "run": _own_name(candidate) + (f" x{len(candidate.runs)}" if len(candidate.runs) > 1 else ""),
         **_labels(candidate.labels),
         "gate": candidate.tier,
         "parallel err": number(candidate.parallel_error, "{:.1e}"),
@@ -79,7 +84,7 @@ def _unranked_row(run: Run) -> Row:
     }
     cells = dict.fromkeys(COLUMNS, "-") | {
         "": "  ",
-        "run": short_name(run.name),
+        "run": _own_name(run),
         **_labels(run.labels),
         "gate": run.tier or "-",
         "parallel err": number(run.parallel_error, "{:.1e}"),

@@ -338,8 +338,10 @@ class _Decision:
         if self.rule.rule is Rule.most_accurate_within:
             parts.insert(0, f"precision error {_error(candidate)} against {_error(chosen)}")
         if index != choice and self._ties(index, choice) and versus.verdict == "no difference":
-            first = "lower median" if versus.value >= 1 else "less memory"
-            parts.append(f"the choice is listed first for its {first}")
+            if versus.value >= 1:
+                parts.append("the choice is listed first for its lower median")
+            elif _less(chosen, candidate):
+                parts.append("the choice is listed first for its less memory")
         return "; ".join(parts)
 
     def _memory_reason(self, candidate: Candidate, chosen: Candidate) -> str:
@@ -366,14 +368,27 @@ class _Decision:
             return f"{what}: the only one of {len(self.candidates)} that qualifies"
         if ties:
             names = ", ".join(tie.name for tie in ties[:3]) + (f" and {len(ties) - 3} more" if len(ties) > 3 else "")
-            return f"{what} of {num_eligible}, but no difference beyond noise to {names}"
-        return f"{what} of {num_eligible}, beyond noise"
+            return f"{what} of {num_eligible}, but no difference beyond noise to {names}{self._unsure_within()}"
+        within = rule.rule in (Rule.smallest_within, Rule.most_accurate_within)
+        return f"{what} of {num_eligible}{self._unsure_within() if within else ', beyond noise'}"
+
+    def _unsure_within(self) -> str:
+        """How much slower the choice may be, where the noise does not place it within the rule's percentage for sure."""
+        if self.rule.rule not in (Rule.smallest_within, Rule.most_accurate_within):
+            return ""
+        choice = next(index for index, candidate in enumerate(self.candidates) if candidate.chosen)
+        ratio = self.times.ratio(choice, int(np.argmin(self.times.log_medians)), self.comparisons)
+        if ratio.high <= 1 + self.rule.within_percent / 100:
+            return ""
+        return f", by the medians: it may be up to {100 * (ratio.high - 1):.3g} % slower"
 
     def _notes(self) -> None:
         times, notes = self.times, self.ranking.notes
         if times.assumed:
+            rerun = any(run.repeat > 1 for run in self.ranking.unranked)
+            which = "of repeated runs one alone can be ranked" if rerun else "no run was repeated"
             notes.append(
-                f"no run was repeated, so {100 * ASSUMED_BETWEEN:g} % from run to run is assumed, not measured: "
+                f"{which}, so {100 * ASSUMED_BETWEEN:g} % from run to run is assumed, not measured: "
                 "sweep.repeats=3 measures it"
             )
         else:
