@@ -32,9 +32,9 @@ def test_beside_ours_and_never_chosen_ungated(tmp_path: Path) -> None:
     ranking = rank([tmp_path / "ours", tmp_path / "theirs"])
     assert ranking.chosen is not None and ranking.chosen.runs[0].path == ours
     shown = {row.cells["run"]: row for row in decision_rows(ranking)}
-    assert shown["000_theirs"].cells["strategy"] == "zero3 (rows.json)"
-    assert shown["000_theirs"].cells["ms/step"] == "1" and shown["000_theirs"].why == "ungated"
-    assert shown["001"].cells["gate"] == "tolerance" and "memory not compared" in shown["001"].why
+    assert shown["theirs"].cells["strategy"] == "zero3 (rows.json)"
+    assert shown["theirs"].cells["ms/step"] == "1" and shown["theirs"].why == "ungated"
+    assert shown["gated"].cells["gate"] == "tolerance" and "memory not compared" in shown["gated"].why
 
 
 def test_without_a_run_of_ours_they_are_a_group_of_their_own(tmp_path: Path) -> None:
