@@ -51,10 +51,7 @@ def read(after: int = -1) -> tuple[list[Entry], str | None]:
     """Entries with record ids above `after`, in order, and why some are missing if the recorder's buffer overflowed."""
     if reason := unavailable():
         return [], reason
-    dump = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False))
-    raw = sorted(
-        (entry for entry in dump.get("entries", []) if entry["record_id"] > after), key=lambda e: e["record_id"]
-    )
+    raw = sorted((entry for entry in _dump() if entry["record_id"] > after), key=lambda e: e["record_id"])
     if raw and raw[0]["record_id"] > after + 1:
         lost = raw[0]["record_id"] - after - 1
         return [], f"the flight recorder lost {lost} collectives: set TORCH_FR_BUFFER_SIZE higher than {len(raw)}"
@@ -65,8 +62,12 @@ def last_record() -> int:
     """Record id of the latest collective, -1 before the first."""
     if unavailable():
         return -1
-    entries = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False)).get("entries", [])
-    return max((entry["record_id"] for entry in entries), default=-1)
+    return max((entry["record_id"] for entry in _dump()), default=-1)
+
+
+def _dump() -> list[dict[str, Any]]:
+    """The recorder's raw entries, its buffer's worth."""
+    return list(json.loads(torch._C._distributed_c10d._dump_fr_trace_json(True, False)).get("entries", []))
 
 
 def _entry(item: dict[str, Any]) -> Entry:

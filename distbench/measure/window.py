@@ -7,7 +7,6 @@ are told after each window, so that no log is written between two measured steps
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,8 +35,6 @@ class Step:
 
     seconds: float
     phases: dict[str, float]
-    asleep: float | None
-    """Blocked outside the data phase; None where the system has no clock for it."""
     comm_busy: float
     exposed: float | None
     tokens: int
@@ -163,12 +160,9 @@ class Window:
         take.memory = {meter.column: meter.read(recording) for meter in self.memory}
         if sent is not None and after is not None:
             take.network_bytes = (after - sent) / (1 + self.config.measured)
-        blocked = phases.blocked is not None
         for metrics, parts, slept, interval in zip(metered, spent[1:], asleep[1:], intervals, strict=True):
-            busy, exposed = self._communication(recording, interval, slept if blocked else None)
-            take.steps.append(
-                Step(metrics.step_seconds, parts, slept if blocked else None, busy / 1e9, exposed, metrics.tokens)
-            )
+            busy, exposed = self._communication(recording, interval, slept if phases.blocked else None)
+            take.steps.append(Step(metrics.step_seconds, parts, busy / 1e9, exposed, metrics.tokens))
         take.timeline = timeline(recording, intervals[-1])
         self._tell(kept)
         return take
@@ -224,7 +218,3 @@ def timeline(recording: Recording, step: Interval) -> list[dict[str, Any]]:
             {"kind": kind, "name": name, "start": (span.start - step[0]) / 1e9, "end": (span.end - step[0]) / 1e9}
         )
     return found
-
-
-def median_or_none(values: list[float]) -> float | None:
-    return statistics.median(values) if values else None

@@ -27,6 +27,13 @@ def summarize_gradients(trainer: Trainer) -> Summary:
     return summarize(shards).reduce(strategy.shard_group)
 
 
+def summarize_weights(trainer: Trainer) -> Summary:
+    """The same of the parameters."""
+    strategy = trainer.strategy
+    shards = [slot.shard(strategy.local(slot.parameter.detach())) for slot in strategy.slots(trainer.module)]
+    return summarize(shards).reduce(strategy.shard_group)
+
+
 class GradientLog(Observer):
     """`gradients/step_*.safetensors` of the first steps."""
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distbench.numerics.recorder import summarize_gradients
-from distbench.numerics.summary import summarize
+from distbench.numerics.recorder import summarize_gradients, summarize_weights
+from distbench.numerics.summary import Summary
 from distbench.trainer import Backward, Observer, StepMetrics, Trainer
 
 Write = Callable[[dict[str, float], int], None]
@@ -60,15 +60,12 @@ class Statistics(Observer):
     def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
         if not self.due(metrics.step):
             return
-        local = trainer.strategy.local
-        slots = trainer.strategy.slots(trainer.module)
-        weights = summarize([slot.shard(local(slot.parameter.detach())) for slot in slots])
-        self._take("weight", weights.reduce(trainer.strategy.shard_group))
+        self._take("weight", summarize_weights(trainer))
         if self.write is not None:
             self.write(self.values, metrics.step)
         self.values = {}
 
-    def _take(self, kind: str, summary: Any) -> None:
+    def _take(self, kind: str, summary: Summary) -> None:
         for p in summary:
             if p.elements:
                 self.values[f"{kind}_rms/{p.name}"] = (p.sum_squares / p.elements) ** 0.5
