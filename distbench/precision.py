@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from distbench.config import LossScaler, Precision
 from distbench.errors import UserModelError
-from distbench.stand_ins import Place, StandIns, places
+from distbench.stand_ins import Place, StandIns, cast, places
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -46,8 +46,8 @@ class CastParameters(nn.Module):
         """The engine's number of the backward at hand."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        cast = {
-            name: parameter.to(self.dtype) if parameter.is_floating_point() else parameter
+        casts = {
+            name: cast(parameter, self.dtype) if parameter.is_floating_point() else parameter
             for name, parameter in self._cast_module.named_parameters()
         }
         self._stand_ins.clear()
@@ -56,14 +56,14 @@ class CastParameters(nn.Module):
             held.setdefault(id(module._parameters[name]), []).append((module, name))
         for name, parameter in self._cast_module.named_parameters():
             for place in held[id(parameter)]:
-                self._stand_ins.put(place, cast[name])
-            if (node := cast[name].grad_fn) is not None:
+                self._stand_ins.put(place, casts[name])
+            if (node := casts[name].grad_fn) is not None:
                 # The engine takes late nodes first, and these were the first: without this each gradient would wait for
                 # the whole backward, and DDP would have nothing to hide its communication behind.
                 node._set_sequence_nr(2**62)
-                cast[name].register_hook(partial(self._drop, held[id(parameter)]))
+                casts[name].register_hook(partial(self._drop, held[id(parameter)]))
         # Beside the stand-ins, so that in forward `parameters()` are the cast ones, too, as under FSDP.
-        outputs = functional_call(self._cast_module, cast, args, kwargs)
+        outputs = functional_call(self._cast_module, casts, args, kwargs)
         if isinstance(outputs, Tensor) and outputs.requires_grad:
             outputs.register_hook(self._begin_backward)
         return outputs

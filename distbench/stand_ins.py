@@ -41,12 +41,8 @@ def places(modules: Iterable[nn.Module]) -> list[Place]:
     ]
 
 
-def views_per_call(model: nn.Module, units: list[str]) -> None:
-    """Before each call of a unit, let its parameters become views of themselves, made anew, as FSDP1's views of its flat
-    parameter are.
-
-    Each parameter is used with the same values, but its gradients add up otherwise: first those within a call, then the
-    calls'. And autocast casts a view at each use, where it casts a parameter once.
+def parts(model: nn.Module, units: list[str]) -> dict[str, list[nn.Module]]:
+    """Each unit's own modules, not those of a unit inside it; the root's under an empty name.
 
     `units`: names of the wrapped modules without the root, as `wrapping.unit_names` gives them.
     """
@@ -54,6 +50,54 @@ def views_per_call(model: nn.Module, units: list[str]) -> None:
     for name, module in model.named_modules():
         unit = max((unit for unit in held if not unit or f"{name}.".startswith(f"{unit}.")), key=len)
         held[unit].append(module)
+    return held
+
+
+def pack(model: nn.Module, units: list[str], multiple: int) -> None:
+    """Lay each unit's parameters one after another into one buffer, each at a multiple of so many elements, as FSDP1's
+    flat parameter does: MKL's product with a single row rounds by the address of the weight."""
+    for modules in parts(model, units).values():
+        own = [p for p in dict.fromkeys(module._parameters[name] for module, name in places(modules)) if p is not None]
+        floating = [parameter for parameter in own if parameter.is_floating_point()]
+        starts = [0]
+        for parameter in floating:
+            starts.append(-(-(starts[-1] + parameter.numel()) // multiple) * multiple)
+        buffer = torch.empty(0) if not floating else floating[0].new_empty(starts[-1])
+        for parameter, start in zip(floating, starts, strict=False):
+            piece = buffer[start : start + parameter.numel()].view(parameter.shape)
+            parameter.data = piece.copy_(parameter.detach())
+
+
+class CastInPlace(torch.autograd.Function):
+    """A cast copy as many elements into its buffer as the original is into its own; the gradient is cast back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = tensor.dtype
+        start = tensor.storage_offset()
+        buffer = tensor.new_empty(start + tensor.numel(), dtype=dtype)
+        return buffer[start:].view(tensor.shape).copy_(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A cast copy that lies in its buffer where the original does in its own, so that kernels round alike."""
+    if tensor.storage_offset() == 0 or tensor.dtype is dtype or not tensor.is_contiguous():
+        return tensor.to(dtype)
+    result: Tensor = CastInPlace.apply(tensor, dtype)
+    return result
+
+
+def views_per_call(model: nn.Module, units: list[str]) -> None:
+    """Before each call of a unit, let its parameters become views of themselves, made anew, as FSDP1's views of its flat
+    parameter are.
+
+    Each parameter is used with the same values, but its gradients add up otherwise: first those within a call, then the
+    calls'. And autocast casts a view at each use, where it casts a parameter once.
+    """
     views = StandIns()
 
     def renew(own: list[Place]) -> Any:
@@ -70,7 +114,7 @@ def views_per_call(model: nn.Module, units: list[str]) -> None:
 
         return before
 
-    for unit, modules in held.items():
+    for unit, modules in parts(model, units).items():
         # Before the hooks that a model brings: FSDP1 wraps around them.
         model.get_submodule(unit).register_forward_pre_hook(renew(places(modules)), prepend=True)
 

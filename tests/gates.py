@@ -88,7 +88,7 @@ def make_baseline(config: Config, root: Path) -> Path:
     tree = to_container(config)
     reduction = strategy_class(config.strategy.name).reduction(config).to_dict()
     parts = ["model", "precision", "loss", "optimizer", "seed", "clip_norm", "data", "gate", "global_batch", "steps"]
-    parts += ["wrap_policy"] if reduction["unit_calls"] else []
+    parts += ["wrap_policy"] if reduction["unit_calls"] or reduction["packed"] else []
     folder = root / digest([reduction, config.launch.nproc, config.accumulation, *(tree[part] for part in parts)])
     if not folder.exists():
         folder.mkdir(parents=True)

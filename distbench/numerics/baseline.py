@@ -34,7 +34,7 @@ from distbench.numerics.summary import Summary, summarize
 from distbench.optim import build_optimizer, build_schedule
 from distbench.precision import DTYPES, PrecisionPolicy, Scaler
 from distbench.runs.files import write_json
-from distbench.stand_ins import UNIT_CALLS, in_backward
+from distbench.stand_ins import UNIT_CALLS, in_backward, pack
 from distbench.strategies import strategy_class
 from distbench.wrapping import unit_names
 
@@ -194,9 +194,14 @@ class Replay:
         model = build_model(config.model, config.seed.model)
         check_parameters(config, model)
         model = self.policy.prepare(model)
-        if self.reduction.unit_calls is not None:
+        packed, unit_calls = self.reduction.packed, self.reduction.unit_calls
+        units = []
+        if packed is not None or unit_calls is not None:
             units = unit_names(config.wrap_policy, model, block_classes(config.model, model))
-            UNIT_CALLS[self.reduction.unit_calls](model, units)
+        if packed is not None:
+            pack(model, units, packed)
+        if unit_calls is not None:
+            UNIT_CALLS[unit_calls](model, units)
             self._refuse_second_calls(model, units)
         return model
 

@@ -63,6 +63,9 @@ class Reduction:
     unit_calls: str | None = None
     """What the wrapper does at each call of a unit, a key of `distbench.stand_ins.UNIT_CALLS`: it decides how the
     gradients of what is used several times add up."""
+    packed: int | None = None
+    """Parameters of a unit lie in one buffer, each at a multiple of so many elements (FSDP1's flat parameter); None: each
+    in a buffer of its own. Some matrix products round by where a weight lies."""
 
     @property
     def divide_before(self) -> int:
@@ -170,4 +173,5 @@ class Reduction:
             "param_dtype": self.param_dtype,
             "broadcast_buffers": self.broadcast_buffers,
             "unit_calls": self.unit_calls,
+            "packed": self.packed,
         }

@@ -119,7 +119,7 @@ def key(config: Config, model: nn.Module | None, local_world_size: int) -> str:
             "data": [tree["data"], _data_files(config)],
             "batch": batch_shape(config).to_dict(),
             "reduction": reduction,
-            "units": tree["wrap_policy"] if reduction["unit_calls"] else None,
+            "units": tree["wrap_policy"] if reduction["unit_calls"] or reduction["packed"] else None,
             "steps": min(config.gate.steps, config.steps),
             "most_steps": min(config.steps, MAX_SKIPPED) if config.precision.scaler.enabled else None,
             "schedule": None if config.optimizer.schedule is Schedule.constant else config.steps,

@@ -12,13 +12,18 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from distbench.config import BackwardPrefetch, Config, CustomModel, FSDPStrategy, ShardingStrategy
+from distbench.config import BackwardPrefetch, Config, CustomModel, FSDPStrategy, ShardingStrategy, SimpleModel
 from distbench.measure.traffic import Traffic
 from distbench.numerics.bounds import Reduction
-from distbench.precision import PrecisionPolicy
+from distbench.precision import DTYPES, PrecisionPolicy
 from distbench.strategies import torch_fsdp1
 from distbench.strategies.base import Strategy
 from distbench.strategies.slots import Slot
+
+ALIGNMENT = 16
+"""Bytes to a multiple of which use_orig_params=true pads parameters in the flat one (`_get_aligned_numel` in torch 2.13)."""
+CACHE_LINE = 64
+"""Bytes; CPU tensors begin at a multiple of them."""
 
 PREFETCH = {
     BackwardPrefetch.pre: torch_fsdp.BackwardPrefetch.BACKWARD_PRE,
@@ -36,8 +41,13 @@ class FSDP(Strategy):
         """Unsharded (NO_SHARD, or one rank), the running average is reduced again with each synced micro-batch."""
         reduction = super().reduction(config)
         whole = config.strategy.sharding_strategy is ShardingStrategy.NO_SHARD or reduction.world_size == 1
-        # distbench's own model uses each weight once, where views make no difference: it shares its baseline with ddp.
-        return replace(reduction, carries=whole, unit_calls="views" if isinstance(config.model, CustomModel) else None)
+        # distbench's own model uses each weight once, where views make no difference: it mostly shares ddp's baseline.
+        return replace(
+            reduction,
+            carries=whole,
+            unit_calls="views" if isinstance(config.model, CustomModel) else None,
+            packed=_packed(config, DTYPES[reduction.compute_dtype].itemsize),
+        )
 
     def wrap(self, model: nn.Module, policy: PrecisionPolicy, units: list[str]) -> nn.Module:
         options = self.options
@@ -96,6 +106,15 @@ class FSDP(Strategy):
 
     def facts(self, module: nn.Module) -> dict[str, Any]:
         return {"flat_parameters": torch_fsdp1.flat_parameters(module)}
+
+
+def _packed(config: Config, itemsize: int) -> int | None:
+    """`Reduction.packed`; None, too, where the model's sizes keep every weight on a cache line, however it is packed."""
+    if isinstance(config.model, SimpleModel):
+        sizes = config.model.hidden_dim, config.model.vocab_size or 0
+        if all(size * itemsize % CACHE_LINE == 0 for size in sizes):
+            return None
+    return ALIGNMENT // itemsize if config.strategy.use_orig_params else 1
 
 
 def _mixed_precision(policy: PrecisionPolicy) -> torch_fsdp.MixedPrecision | None:

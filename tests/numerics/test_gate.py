@@ -127,6 +127,13 @@ def matrix(ranks: int) -> dict[str, Config]:
         cases[f"{strategy} {micro}"] = base(
             strategy, ranks, precision=chosen, accumulation=k, accumulation_sync=synced, optimizer=decayed_alike
         )
+    for strategy in ("fsdp-flat", "fsdp-no-shard"):
+        # One row a rank: MKL's product then rounds by where the weight lies.
+        one_row = base(strategy, ranks, wrap=NoWrap(), optimizer=replace(ADAMW, decay_1d=True))
+        one_row.model.hidden_dim, one_row.model.seq_len = 29, 1
+        one_row.data.input_shape = one_row.data.target_shape = [1, 29]
+        one_row.model.input_shape = one_row.model.target_shape = [1, 29]
+        cases[f"{strategy} one row"] = replace(one_row, global_batch=ranks)
     return cases | models(ranks)
 
 
