@@ -459,13 +459,13 @@ MONOMORPHIC: dict[str, type] = {
     "fault": Fault,
     "decide": Decide,
 }
-"""Groups whose options are presets of one dataclass."""
+"""Groups whose options are presets of one dataclass, the type of their field in `Config`."""
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 
 
 def register_schemas() -> None:
-    """Store every schema with Hydra's ConfigStore under `schema/<group>/<option>`."""
+    """Store the schemas with Hydra's ConfigStore: `base_config`, and `schema/<group>/<option>` for what it leaves open."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
@@ -473,8 +473,6 @@ def register_schemas() -> None:
     for group, options in GROUPS.items():
         for option, schema in options.items():
             store.store(group=f"schema/{group}", name=option, node=schema, provider="distbench")
-    for group, schema in MONOMORPHIC.items():
-        store.store(group="schema", name=group, node=schema, provider="distbench")
 
 
 # --------------------------------------------------------------------------------------------------------------

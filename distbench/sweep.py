@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -77,6 +78,7 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
             print(f"    the same effective experiment as {twin}: not run again", flush=True)
             return {"status": "duplicate", "duplicate_of": twin}
         folder = RunFolder.create(path)
+        gc.enable()  # off since the command line began
         try:
             outcome = run(config, folder)
         except KeyboardInterrupt:  # before there was a record to say so
