@@ -82,14 +82,10 @@ def main(argv: list[str]) -> int:
 
 def _help() -> str:
     """Our own page: Hydra's composes every group first, which takes seconds."""
-    from distbench.hydra_edge import conf_dir
+    from distbench.hydra_edge import group_options
 
     commands = "".join(f"  {name:<12} {text}\n" for name, (_, text) in COMMANDS.items())
-    groups = "".join(
-        f"  {group.name:<12} {', '.join(sorted(option.stem for option in group.glob('*.yaml')))}\n"
-        for group in sorted(conf_dir().iterdir())
-        if group.is_dir()
-    )
+    groups = "".join(f"  {group:<12} {', '.join(options)}\n" for group, options in group_options().items())
     return HELP.format(commands=commands, groups=groups)
 
 
@@ -152,22 +148,25 @@ def _flags_first(argv: list[str]) -> list[str]:
 
 
 def _compose_and_run(argv: list[str]) -> int:
-    import warnings
-
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     from distbench import sweep
     from distbench.config import register_schemas
-    from distbench.hydra_edge import conf_dir, explain, refuse_flags, register_resolvers, skip_mode_lookup
+    from distbench.hydra_edge import (
+        conf_dir,
+        explain,
+        refuse_flags,
+        refuse_unnamed_options,
+        register_resolvers,
+        skip_mode_lookup,
+    )
 
     refuse_flags(argv)
+    refuse_unnamed_options(argv)
     register_schemas()
     register_resolvers()
-    # A cell that cannot be composed is refused by Hydra itself right after our callback met it: not in two ways.
-    composing = "(MissingConfig|ConfigComposition|OverrideParse)Exception"
-    warnings.filterwarnings("ignore", rf"Callback SweepCallback\.on_multirun_start raised {composing}")
     skip_mode_lookup(argv)
     wants_traceback = "HYDRA_FULL_ERROR" in os.environ
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors to us instead of printing them and exiting with 1

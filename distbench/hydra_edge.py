@@ -29,6 +29,16 @@ def conf_dir() -> Path:
 
 
 @cache
+def group_options() -> dict[str, list[str]]:
+    """Every group of `conf/` and its options, sorted."""
+    return {
+        group.name: sorted(option.stem for option in group.glob("*.yaml"))
+        for group in sorted(conf_dir().iterdir())
+        if group.is_dir()
+    }
+
+
+@cache
 def stamp() -> str:
     """This process's own name: local time and a random tail, so two started in one second do not collide."""
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}"
@@ -156,8 +166,7 @@ def _hint(message: str) -> str | None:
     """What to set instead of the group, option or key that a Hydra message complains about."""
     if match := re.search(r"Could not find '([^'/]+)/([^']+)'", message):
         group, option = match.groups()
-        names = [path.stem for path in (conf_dir() / group).glob("*.yaml")]
-        near = difflib.get_close_matches(option, names, n=1, cutoff=0.4)
+        near = difflib.get_close_matches(option, group_options().get(group, []), n=1, cutoff=0.4)
         plus = "" if hasattr(schema.Config, group) or group in schema.MONOMORPHIC else "+"  # a recipe is added
         return f"Did you mean {plus}{group}={near[0]}?" if near else None
     if match := re.match(r"LexerNoViableAltException: ([^=\s]+)=(.*)", message):
@@ -220,6 +229,19 @@ def refuse_flags(argv: list[str]) -> None:
             key = name.replace("-", "_")
             if target := key if key in valid_keys() else known_as(key):
                 raise ConfigError(f"{word} is not a flag; overrides have no dashes: {target}={value or '...'}")
+
+
+UNNAMED = re.compile(r"[-+]?[\d._]+(e[-+]?\d+)?|null|true|false|[\[{].*", re.IGNORECASE)
+"""What Hydra reads as something else than a word."""
+
+
+def refuse_unnamed_options(argv: list[str]) -> None:
+    """Refuse a group that is given a number or a list, which Hydra meets with a traceback. Raises ConfigError."""
+    for word in argv:
+        group, _, value = word.partition("=")
+        options = group_options().get(group.lstrip("+"), [])
+        if options and any(UNNAMED.fullmatch(part) for part in value.split(",")):
+            raise ConfigError(f"{word}: {group} is chosen by name, one of {', '.join(options)}")
 
 
 def valid_keys() -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
@@ -182,7 +183,12 @@ class SweepCallback(Callback):
         (cells,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
         composed = ComposedCells(loader)
         for cell in cells:
-            _refuse(composed.load_sweep_config(config, list(cell)), where=f"in {' '.join(cell)}: ")
+            where = f"in {' '.join(cell)}: "
+            try:
+                checked = composed.load_sweep_config(config, list(cell))
+            except (HydraException, OmegaConfBaseException) as error:
+                _usage(f"{where}{hydra_edge.explain(error)}")
+            _refuse(checked, where)
         loader.load_sweep_config = composed.load_sweep_config
         _unfinished.append((Path(config.hydra.sweep.dir), config.decide))
         print(f"sweep of {len(cells)} cells in {config.hydra.sweep.dir}", flush=True)

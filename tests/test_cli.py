@@ -109,6 +109,14 @@ REFUSED = [
         ["-m", "strategy=single,ddp", "launch.nproc=2"],
         "in strategy=single launch.nproc=2: strategy=single is one proces",
     ),
+    (
+        ["-m", "stratgy=ddp,fsdp"],
+        "in stratgy=ddp: Could not override 'stratgy'.\nKey 'stratgy' not in 'Config'\nDid you mean",
+    ),
+    (["-m", "strategy=ddp,fdsp"], "in strategy=fdsp: In 'config': Could not find 'strategy/fdsp'"),
+    (["checkpoint=3"], "checkpoint=3: checkpoint is chosen by name, one of default, off"),
+    (["gate=null"], "gate=null: gate is chosen by name, one of default, off, strict"),
+    (["-m", "precision=[fp32],bf16"], "precision is chosen by name"),
     (["output_dir=/dev/null/runs"], "cannot write /dev/null/runs"),
 ]
 
@@ -121,13 +129,6 @@ def test_refusals_are_one_message_and_leave_nothing(words: list[str], message: s
     assert refused.err.startswith("distbench: ") and refused.err.count("distbench: ") == 1
     assert "Traceback" not in refused.said and refused.out == ""
     assert refused.left == []
-
-
-def test_a_typo_in_a_sweep_is_told_once(tmp_path: Path) -> None:
-    refused = distbench("-m", "strategy=ddp,fdsp", *SMALL, cwd=tmp_path)
-    assert refused.code == USAGE and refused.runs == []
-    assert refused.err.startswith("distbench: In 'config': Could not find 'strategy/fdsp'")
-    assert refused.err.endswith("\nDid you mean strategy=fsdp?\n") and "Warning" not in refused.err
 
 
 def test_what_only_the_model_tells_is_refused_as_well(tmp_path: Path) -> None:
