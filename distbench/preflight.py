@@ -75,7 +75,6 @@ def preset(name: str) -> Precision:
     from distbench.hydra_edge import conf_dir
 
     tree = yaml.safe_load((conf_dir() / "precision" / f"{name}.yaml").read_text())
-    tree.pop("defaults")
     return Precision(**{**tree, "scaler": type(Precision().scaler)(**tree["scaler"])})
 
 
