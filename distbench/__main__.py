@@ -6,6 +6,7 @@ Nothing here imports torch: help and refusals answer at once.
 from __future__ import annotations
 
 import difflib
+import errno
 import gc
 import os
 import signal
@@ -50,7 +51,16 @@ def entry() -> None:
     # Composing makes many small objects that stay, and looking for garbage among them took a sixth of the time that a
     # refused configuration takes. What works for longer turns it on again.
     gc.disable()
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the rest of the buffer goes when Python ends
+        print(f"distbench: cannot write the output: {error.strerror}", file=sys.stderr)
+        code = ExitCode.USAGE
+    sys.exit(code)
 
 
 def main(argv: list[str]) -> int:

@@ -42,7 +42,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--rule", choices=rules, help="default: the one the runs were started with, where they agree, else fastest"
     )
     parser.add_argument("--memory-gib", type=_positive, metavar="X", help="for fastest_within_memory")
-    parser.add_argument("--within-percent", type=_positive, metavar="Y", help="for the rules named within; default 5")
+    parser.add_argument(
+        "--within-percent", type=_not_negative, metavar="Y", help="for the rules named within; default 5"
+    )
     parser.add_argument(
         "--group", type=int, metavar="K", help="rank this group of comparable runs; default: the largest"
     )
@@ -82,10 +84,17 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def _not_negative(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return value

@@ -138,22 +138,22 @@ def other_lines(ranking: Ranking) -> list[str]:
     for group in ranking.groups:
         if ranking.group is not None and group.number != ranking.group.number:
             lines.append(
-                f"group {group.number} ({_runs(group.num_runs)}) is not comparable: "
-                f"{plain(', '.join(group.differs))}; --group {group.number} ranks it"
+                f"group {group.number} ({_count(group.num_runs, 'run')}) is not comparable: "
+                f"{plain(', '.join(group.differs))}; " + (plain(group.why_none) or f"--group {group.number} ranks it")
             )
     unreadable = ranking.reading.unreadable
     lines += [plain(why) for _, why in unreadable[:5]]
     if len(unreadable) > 5:
-        lines.append(f"and {len(unreadable) - 5} more records that cannot be read")
-    if ranking.reading.refused:
-        lines.append(f"{_runs(len(ranking.reading.refused))} refused before it started")
+        lines.append(f"and {_count(len(unreadable) - 5, 'more record')} that cannot be read")
+    if refused := len(ranking.reading.refused):
+        lines.append(f"{_count(refused, 'run')} refused before {'it' if refused == 1 else 'they'} started")
     notes = [(c.name, note) for c in ranking.candidates for note in c.notes]
     lines += [f"{plain(name)}: {plain(note)}" for name, note in notes[:5]]
     return lines
 
 
-def _runs(count: int) -> str:
-    return f"{count} run" if count == 1 else f"{count} runs"
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def write_decision(ranking: Ranking, folder: Path) -> None:

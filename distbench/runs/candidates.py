@@ -255,9 +255,8 @@ def _excluded(
         return f"{status}: {reason}" if reason else status
     if gate.get("passed") is not True or gate.get("tier") not in TIERS:
         return "failed its gate" if gate.get("passed") is False or gate.get("tier") == "fail" else UNGATED
-    fault = _tree(config.get("fault")).get("name", "none")
-    if fault != "none":
-        return f"has a deliberate fault: {_text(fault)}"
+    if (fault := _fault(config.get("fault"))) is not None:
+        return f"has a deliberate fault: {fault}"
     if not window:
         return f"no window: {_text(record.get('window_reason')) or 'the record has none'}"
     if window.get("accepted") is not True:
@@ -265,6 +264,12 @@ def _excluded(
     if step_time.value is None:
         return f"no step time: {step_time.reason}"
     return None
+
+
+def _fault(section: Any) -> str | None:
+    """Its name; a record that says it in another form than ours has one all the same."""
+    name = section.get("name", "none") if isinstance(section, dict) else section
+    return None if name in (None, "", "none") else _text(name)
 
 
 def _windows(section: dict[str, Any], step_time: Figure) -> tuple[Windows, tuple[str, ...]]:

@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Write `content` to a temporary neighbour, flush it to disk, and rename it over `path`."""
@@ -30,6 +32,15 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 def write_json(path: Path, tree: Any) -> None:
     """Write strict JSON: a non-finite number becomes the string that names it, since JSON has none."""
     write_atomic(path, json.dumps(strict(tree), indent=2, allow_nan=False) + "\n")
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON, and the `NaN` that other writers put where it has none. Raises ValueError, and RecursionError for what is too
+    deep."""
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError:
+        return json.loads(data)  # takes more, and its messages say where
 
 
 def strict(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distbench.errors import OutputError, RunFolderError
-from distbench.runs.files import write_atomic, write_json
+from distbench.runs.files import parse_json, write_atomic, write_json
 
 if TYPE_CHECKING:
     from distbench.numerics.summary import Summary
@@ -123,7 +122,7 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_RECORD_BYTES:
             raise RunFolderError(f"{file} is larger than any record distbench writes; is this a run folder?")
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record = parse_json(file.read_bytes())
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read: {error.strerror}; is {path} a run folder?") from error
     except (ValueError, RecursionError) as error:

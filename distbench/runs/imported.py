@@ -102,9 +102,9 @@ def import_rows(file: Path, out: Path, like: Path | None = None) -> list[Path]:
 def _rows(file: Path) -> list[Any]:
     if not file.exists():
         raise RunFolderError(f"{file}: no such file")
-    text = read_text(file, MAX_BYTES)
+    text = read_text(file, MAX_BYTES).removeprefix("\ufeff")  # the mark that spreadsheets begin a file with
     if file.suffix == ".csv":
-        return [{k: v for k, v in row.items() if v not in ("", None)} for row in csv.DictReader(io.StringIO(text))]
+        return [_csv_row(row, f"{file}, row {n}") for n, row in enumerate(csv.DictReader(io.StringIO(text)), 1)]
     if file.suffix != ".json":
         raise RunFolderError(f"{file}: expected a .json or .csv file")
     try:
@@ -114,6 +114,13 @@ def _rows(file: Path) -> list[Any]:
     if not isinstance(tree, list):
         raise RunFolderError(f"{file} is not a list of objects, one a run")
     return tree
+
+
+def _csv_row(row: dict[Any, Any], where: str) -> dict[str, str]:
+    """Cells that hold something, by heading. DictReader keeps what has no heading under None."""
+    if None in row:
+        raise RunFolderError(f"{where} has more cells than the file has headings: {str(row[None])[:60]}")
+    return {key.strip(): value.strip() for key, value in row.items() if value is not None and value.strip()}
 
 
 def _checked(row: Any, where: str) -> dict[str, Any]:

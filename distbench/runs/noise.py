@@ -55,15 +55,16 @@ class Ratio:
         if self.verdict == "no difference":
             return f"no difference in step time ({_signed(percent[1])} to {_signed(percent[2])} %)"
         size, low, high = (abs(p) for p in percent)
-        return f"{_digits(size)} % {self.verdict} ({_digits(min(low, high))} to {_digits(max(low, high))} %)"
+        return f"{digits(size)} % {self.verdict} ({digits(min(low, high))} to {digits(max(low, high))} %)"
 
 
-def _digits(percent: float) -> str:
-    return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}"
+def digits(percent: float) -> str:
+    """Of a size from 0 on; beyond what a table has room for, in powers of ten."""
+    return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}" if percent < 1e5 else f"{percent:.1e}"
 
 
 def _signed(percent: float) -> str:
-    return ("+" if percent >= 0 else "-") + _digits(abs(percent))
+    return ("+" if percent >= 0 else "-") + digits(abs(percent))
 
 
 @dataclass(frozen=True)

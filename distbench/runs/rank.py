@@ -21,7 +21,7 @@ from distbench.config import Decide, Rule
 from distbench.errors import RunFolderError
 from distbench.runs.candidates import TIERS, Figure, Reading, Run, read_runs
 from distbench.runs.folder import Status, now
-from distbench.runs.noise import ASSUMED_BETWEEN, Ratio, StepTimes
+from distbench.runs.noise import ASSUMED_BETWEEN, Ratio, StepTimes, digits
 from distbench.runs.sides import settings
 
 SCHEMA = 1
@@ -81,6 +81,8 @@ class Group:
     shared: dict[str, Any]
     differs: tuple[str, ...] = ()
     """From the ranked group, setting by setting."""
+    why_none: str = ""
+    """Why none of its runs can be ranked, where that is so."""
 
 
 @dataclass
@@ -149,9 +151,18 @@ def _groups(reading: Reading, wanted: int | None) -> list[Group]:
     if not keys:
         return []
     reference = reading.shared[keys[(wanted or 1) - 1]]
+    excluded = defaultdict(list)
+    for run in reading.runs:
+        excluded[run.group].append(run)
     return [
         Group(
-            n, key, runs[key], rankable[key], reading.shared[key], tuple(_differences(reading.shared[key], reference))
+            n,
+            key,
+            runs[key],
+            rankable[key],
+            reading.shared[key],
+            tuple(_differences(reading.shared[key], reference)),
+            "" if rankable[key] else _why_none(excluded[key]),
         )
         for n, key in enumerate(keys, 1)
     ]
@@ -294,15 +305,16 @@ class _Decision:
         if rule.rule is Rule.fastest_within_memory:
             assert memory.value is not None and rule.memory_gib is not None
             if memory.value > rule.memory_gib * GIB:
-                return f"needs {gib(memory.value)}, more than the {rule.memory_gib:g} GiB there are"
+                needed = _beyond(memory.value / GIB, rule.memory_gib)
+                return f"needs {needed} GiB, more than the {rule.memory_gib:g} GiB there are"
         if rule.rule is Rule.most_accurate_within and candidate.precision_error.value is None:
             return f"no precision error to judge it by: {candidate.precision_error.reason}"
         if rule.rule in (Rule.smallest_within, Rule.most_accurate_within):
             ratio = self.times.ratio(index, fastest, self.comparisons)
             if ratio.value > 1 + rule.within_percent / 100:
                 beyond = "" if ratio.verdict == "slower" else ", though not for sure"
-                percent = f"{100 * (ratio.value - 1):.1f} %"
-                return f"{percent} slower than the fastest, more than {rule.within_percent:g} %{beyond}"
+                percent = digits(100 * (ratio.value - 1))
+                return f"{percent} % slower than the fastest, more than {rule.within_percent:g} %{beyond}"
         return None
 
     def _choose(self, eligible: list[int]) -> int:
@@ -352,7 +364,7 @@ class _Decision:
             return "the same memory"
         assert candidate.memory.value is not None and chosen.memory.value is not None
         change = candidate.memory.value / chosen.memory.value - 1
-        return f"{abs(100 * change):.0f} % {'more' if change > 0 else 'less'} memory"
+        return f"{digits(abs(100 * change))} % {'more' if change > 0 else 'less'} memory"
 
     def _why(self, num_eligible: int, ties: list[Candidate]) -> str:
         rule = self.rule
@@ -424,6 +436,11 @@ def _error(candidate: Candidate) -> str:
     return "none" if candidate.precision_error.value is None else f"{candidate.precision_error.value:.1e}"
 
 
+def _beyond(value: float, limit: float) -> str:
+    """A value above its limit, with as many digits as it takes to see that."""
+    return next(text for digits in (3, 6, 9, 17) if float(text := f"{value:.{digits}g}") > limit or digits == 17)
+
+
 def gib(num_bytes: float) -> str:
     """Bytes as people read them."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
@@ -492,7 +509,7 @@ def to_json(ranking: Ranking, root: Path | None = None) -> dict[str, Any]:
         if ranking.group is None
         else {"number": ranking.group.number, "runs": ranking.group.num_runs, "shared": ranking.group.shared},
         "other_groups": [
-            {"number": g.number, "runs": g.num_runs, "differs": list(g.differs)}
+            {"number": g.number, "runs": g.num_runs, "differs": list(g.differs), "why_none": g.why_none or None}
             for g in ranking.groups
             if ranking.group is not None and g.number != ranking.group.number
         ],
