@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -24,12 +23,12 @@ def main(argv: list[str]) -> int:
     from distbench.report.diff_console import print_diff, reading_progress
     from distbench.report.diff_html import to_html
     from distbench.runs.diff import diff, to_json
-    from distbench.runs.files import strict
+    from distbench.runs.files import json_text
 
     with reading_progress() as progress:
         found = diff(options.a, options.b, tolerance=options.tolerance, step=options.step, progress=progress)
     if options.json is not None:
-        text = json.dumps(strict(to_json(found)), indent=2, allow_nan=False) + "\n"
+        text = json_text(to_json(found))
         if options.json == "-":
             sys.stdout.write(text)
         else:

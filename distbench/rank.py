@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 
@@ -23,10 +22,10 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     ranking = ranked(options)
     if options.json:
-        from distbench.runs.files import strict
+        from distbench.runs.files import json_text
         from distbench.runs.rank import to_json
 
-        sys.stdout.write(json.dumps(strict(to_json(ranking)), indent=2, allow_nan=False) + "\n")
+        sys.stdout.write(json_text(to_json(ranking)))
     else:
         from distbench.report.console import print_decision
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +75,17 @@ def test_bad_options(words: list[str], sweep: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["rank", *([str(sweep)] if words else []), *words])
     assert ended.value.code == ExitCode.USAGE
+
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists() or not stat.S_ISCHR(os.stat(FULL).st_mode), reason="this system has no /dev/full")
+@pytest.mark.parametrize("words", [["--help"], ["rank", "."]])
+def test_an_output_that_cannot_be_written_is_told(words: list[str], sweep: Path) -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "distbench", *words], cwd=sweep, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == ExitCode.USAGE
+    assert done.stderr == "distbench: cannot write the output: No space left on device\n"

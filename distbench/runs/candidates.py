@@ -121,8 +121,10 @@ def read_runs(paths: Iterable[str | Path]) -> Reading:
                 reading.duplicates += 1
             elif kind == "refused":
                 reading.refused.append(folder)
-            else:
+            elif kind == "run":
                 _read(folder, reading)
+            else:
+                reading.unreadable.append((folder, f"{folder} {kind}"))
     _place_unstarted(reading)
     return reading
 
@@ -168,7 +170,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _find(path: str | Path) -> Iterator[tuple[Path, str]]:
-    """(folder, `run`, `duplicate` or `refused`) at or below a path, in name order."""
+    """(folder, `run`, `duplicate`, `refused` or why it cannot be read) at or below a path, in name order."""
     root = Path(path)
     if root.is_file() and root.name == "record.json":
         yield root.parent, "run"
@@ -182,17 +184,24 @@ def _find(path: str | Path) -> Iterator[tuple[Path, str]]:
         return
     if not root.is_dir():
         raise RunFolderError(f"{path} is neither a folder nor a record.json")
-    for directory, folders, files in os.walk(root):
-        if "record.json" in files:
-            yield Path(directory), "run"
-        elif "duplicate_of.json" in files:
-            yield Path(directory), "duplicate"
-        elif ".hydra" in folders:
-            yield Path(directory), "refused"
-        else:
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            continue
-        folders.clear()  # nothing of a run's own is a run
+    yield from _below(str(root))
+
+
+def _below(folder: str) -> Iterator[tuple[Path, str]]:
+    """As os.walk, with a third of its time: it asks what kind every entry of every run folder is."""
+    try:
+        with os.scandir(folder) as entries:
+            found = {entry.name: entry for entry in entries}
+    except OSError as error:
+        yield Path(folder), f"cannot be read: {error.strerror}"
+        return
+    for name, kind in (("record.json", "run"), ("duplicate_of.json", "duplicate"), (".hydra", "refused")):
+        if name in found:
+            yield Path(folder), kind
+            return  # nothing of a run's own is a run
+    for name in sorted(found):
+        if not name.startswith(".") and found[name].is_dir(follow_symlinks=False):
+            yield from _below(found[name].path)
 
 
 # --- one record

@@ -31,7 +31,16 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 def write_json(path: Path, tree: Any) -> None:
     """Write strict JSON: a non-finite number becomes the string that names it, since JSON has none."""
-    write_atomic(path, json.dumps(strict(tree), indent=2, allow_nan=False) + "\n")
+    write_atomic(path, json_text(tree))
+
+
+def json_text(tree: Any) -> str:
+    """Strict JSON, indented, with a newline at its end."""
+    tree = strict(tree)
+    try:
+        return orjson.dumps(tree, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n"
+    except orjson.JSONEncodeError:  # a number of more than 64 bits
+        return json.dumps(tree, indent=2, allow_nan=False) + "\n"
 
 
 def parse_json(data: bytes) -> Any:

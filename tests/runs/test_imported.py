@@ -43,6 +43,14 @@ def test_without_a_run_of_ours_they_are_a_group_of_their_own(tmp_path: Path) -> 
     assert [group.num_runs for group in rank([tmp_path / "ours", tmp_path / "theirs"]).groups] == [1, 1]
 
 
+def test_csv_as_spreadsheets_write_it(tmp_path: Path) -> None:
+    text = "\ufeffname, step_time_s ,gate_tier\n x , 0.1 ,bound\n"
+    (made,) = import_rows(file(tmp_path, text, "rows.csv"), tmp_path / "out")
+    assert made.name == "000_x" and rank([made]).candidates[0].step_time[0] == pytest.approx(0.1)
+    with pytest.raises(RunFolderError, match=r"row 1 has more cells than the file has headings: \['3'\]"):
+        import_rows(file(tmp_path, "name\nx,3\n", "more.csv"), tmp_path / "more")
+
+
 def test_csv_and_repeats(tmp_path: Path) -> None:
     text = "name,repeat,step_times_s,gate_tier,world_size\nx,1,0.1;0.11,bound,8\nx,2,0.1;0.12,bound,8\ny,,,,\n"
     import_rows(file(tmp_path, text, "rows.csv"), tmp_path / "out")

@@ -318,6 +318,22 @@ def test_cells_of_a_sweep_that_hold_no_run(tmp_path: Path) -> None:
     assert len(reading.runs) == 1 and reading.duplicates == 1 and [p.name for p in reading.refused] == ["002_c"]
 
 
+def test_a_folder_that_cannot_be_listed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    candidate(tmp_path / "open", "a")
+    (tmp_path / "closed").mkdir()
+    listing = os.scandir
+
+    def scandir(path: str) -> Any:
+        if path.endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    reading = read_runs([tmp_path])
+    assert len(reading.runs) == 1
+    assert reading.unreadable == [(tmp_path / "closed", f"{tmp_path / 'closed'} cannot be read: Permission denied")]
+
+
 def test_paths(tmp_path: Path) -> None:
     (first, second) = candidate(tmp_path, "a", repeats=2)
     for paths in ([first, second], [first / "record.json", second], [tmp_path, first], [str(tmp_path / "0*")]):
@@ -351,3 +367,35 @@ def test_the_same_records_give_the_same_decision(tmp_path: Path) -> None:
 )
 def test_bytes_as_people_read_them(num_bytes: float, text: str) -> None:
     assert gib(num_bytes) == text
+
+
+def test_a_fault_in_any_form_is_never_ranked(tmp_path: Path) -> None:
+    for index, fault in enumerate(["sum_not_mean", {"name": "sum_not_mean"}, ["sum_not_mean"], 3]):
+        candidate(tmp_path / str(index), "a", config={"fault": fault})
+    for index, fault in enumerate([None, "none", {"name": "none"}, {}, ""]):
+        candidate(tmp_path / f"clean{index}", "a", config={"fault": fault})
+    excluded = [run.excluded for run in read_runs([tmp_path]).runs]
+    assert [text is not None and text.startswith("has a deliberate fault: ") for text in excluded] == [True] * 4 + [
+        False
+    ] * 5
+
+
+def test_what_is_just_above_a_budget_has_the_digits_to_see_it(tmp_path: Path) -> None:
+    candidate(tmp_path, "a", gib=1.0001)
+    (only,) = rank([tmp_path], Decide(Rule.fastest_within_memory, memory_gib=1)).candidates
+    assert only.reason == "needs 1.0001 GiB, more than the 1 GiB there are"
+
+
+def test_percentages_have_room_in_a_table(tmp_path: Path) -> None:
+    candidate(tmp_path, "a", 10)
+    candidate(tmp_path, "b", 1e30, gib=1e8)
+    ranking = rank([tmp_path], Decide(Rule.smallest_within))
+    assert "e+31 % slower than the fastest" in named(ranking, "b").reason
+    assert "e+10 % more memory" in named(rank([tmp_path]), "b").reason
+
+
+def test_a_group_that_cannot_be_ranked_says_why(tmp_path: Path) -> None:
+    candidate(tmp_path, "a")
+    candidate(tmp_path, "b", config={"global_batch": 16}, status="crashed", reason="out of memory")
+    other = rank([tmp_path]).groups[1]
+    assert other.why_none == "no run can be ranked: 1 x crashed: out of memory"
