@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -80,7 +78,7 @@ def test_bad_options(words: list[str], sweep: Path) -> None:
 FULL = Path("/dev/full")
 
 
-@pytest.mark.skipif(not FULL.exists() or not stat.S_ISCHR(os.stat(FULL).st_mode), reason="this system has no /dev/full")
+@pytest.mark.skipif(not FULL.is_char_device(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("words", [["--help"], ["rank", "."]])
 def test_an_output_that_cannot_be_written_is_told(words: list[str], sweep: Path) -> None:
     with FULL.open("w") as full:
