@@ -8,6 +8,7 @@ import os
 import pickle
 import sys
 import traceback
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -20,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from distbench import hydra_edge
-from distbench.config import Config, Decide, Order, digest, effective, from_container, joined_world
+from distbench.config import GROUPS, Config, Decide, Order, digest, effective, from_container, joined_world
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status
@@ -116,12 +117,30 @@ def typed(cfg: DictConfig) -> Config:
     Raises ConfigError, and InterpolationResolutionError for a value that only a started job has.
     """
     own = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    if (config := _typed_already(own)) is not None:
+        return config
     try:
         container = OmegaConf.to_container(own, resolve=True, enum_to_str=True)
     except InterpolationKeyError as error:
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}; set {error.full_key}=...") from error
     assert isinstance(container, dict)
     return from_container({str(key): value for key, value in container.items()})
+
+
+def _typed_already(own: DictConfig) -> Config | None:
+    """Hydra has merged everything into our schemas, so that its nodes know their dataclasses: a tenth of the time of
+    building them again. None where they do not (an option of the user's own), or for `from_container` to say what is wrong.
+    """
+    try:
+        values = OmegaConf.to_object(own)
+    except OmegaConfBaseException:
+        return None
+    assert isinstance(values, dict)
+    groups = {group: options.get(str(getattr(values.get(group), "name", None))) for group, options in GROUPS.items()}
+    sections = groups | {f.name: type(f.default_factory()) for f in fields(Config) if f.default_factory is not MISSING}
+    if any(kind is None or type(values.get(key)) is not kind for key, kind in sections.items()):
+        return None
+    return Config(**{str(key): value for key, value in values.items()})
 
 
 def _claim(sweep_dir: Path, config: Config, folder: Path) -> str | None:

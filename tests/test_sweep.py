@@ -11,13 +11,13 @@ import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import OmegaConf, flag_override
+from omegaconf import DictConfig, OmegaConf, flag_override
 
 from distbench import experiment, sweep
-from distbench.config import Config, Order, SizeWrap, SweepOptions, digest, effective
+from distbench.config import Config, Order, SizeWrap, SweepOptions, digest, effective, from_container
 from distbench.errors import ConfigError, ExitCode
 from distbench.runs.folder import RunFolder
-from distbench.sweep import SweepCallback, _claim, _refused, exit_code, read_duplicate
+from distbench.sweep import SweepCallback, _claim, _refused, _typed_already, exit_code, read_duplicate
 from tests.composing import compose_tree
 from tests.configs import small
 from tests.runs.records import candidate
@@ -130,3 +130,34 @@ def test_an_error_of_our_own_stops_one_cell_and_not_the_sweep(
     status = sweep.run_cell(OmegaConf.create())
     assert status == {"status": "crashed", "reason": "LookupError: a defect"}
     assert "LookupError: a defect" in capsys.readouterr().err and exit_code() == ExitCode.CRASHED
+
+
+def own(tree: DictConfig) -> DictConfig:
+    return OmegaConf.masked_copy(tree, [str(key) for key in tree])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "steps=3 device=cpu clip_norm=null",
+        "strategy=fsdp2 strategy.reshard_after_forward=2",
+        "model=simple_text data=text data.path=/x loss=cross_entropy",
+        "precision=fp16 gate=off window=quick fault=sum_not_mean",
+        "model=custom model._target_=a.b model.input_shape=[3] model.target_shape=[3] +model.kwargs.x=3 wrap_policy=size",
+    ],
+)
+def test_what_hydra_typed_is_what_its_plain_tree_gives(words: str) -> None:
+    tree = compose_tree(*words.split())
+    plain = OmegaConf.to_container(tree, resolve=True, enum_to_str=True)
+    assert isinstance(plain, dict)
+    config = _typed_already(own(tree))
+    assert config is not None and config == from_container({str(key): value for key, value in plain.items()})
+
+
+def test_what_hydra_did_not_type_is_left_to_the_plain_tree() -> None:
+    assert _typed_already(own(compose_tree("model=custom"))) is None, "a value that must be set"
+    assert _typed_already(own(compose_tree("strategy.name=fsdp"))) is None
+    untyped = compose_tree()
+    with flag_override(untyped, "struct", False):
+        untyped.strategy = {"name": "ddp"}  # as an option of the user's own, without a schema
+    assert _typed_already(own(untyped)) is None
