@@ -154,21 +154,26 @@ def resident(field: str = "VmRSS") -> int:
 
 def live_tensor_bytes() -> int:
     """Bytes of all CPU storage that a tensor known to Python refers to."""
+    return sum(live_storages(torch.device("cpu")).values())
+
+
+def live_storages(device: torch.device) -> dict[int, int]:
+    """Address -> bytes of all storage on a device that a tensor known to Python refers to."""
     # By type: isinstance asks objects for their class, and some of torch's answer with a deprecation warning.
-    tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
-    return storage_bytes(tensors)
+    return storages((thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)), device)
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct CPU storages; a gradient counts with its parameter, a wrapper (DTensor) by what it wraps."""
+def storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
+    """Address -> bytes of distinct storages; a gradient counts with its parameter, a wrapper (DTensor) by what it wraps."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
         # Only of parameters: asking a view whose base was changed in place about its history raises (FSDP1's flat views).
         for part in (tensor, tensor.grad if issubclass(type(tensor), nn.Parameter) else None):
-            if part is None or part.device.type != "cpu" or part.layout is not torch.strided:
+            if part is None or part.device.type != device.type or part.layout is not torch.strided:
                 continue
             if is_traceable_wrapper_subclass(part):
                 continue
             storage = part.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(size for pointer, size in sizes.items() if pointer)
+    sizes.pop(0, None)
+    return sizes

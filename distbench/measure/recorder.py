@@ -4,6 +4,7 @@ adds nothing measurable to a step for it, where a full CPU profile costs one to 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,20 +30,35 @@ class Span:
         return self.start, self.end
 
 
+@dataclass(frozen=True)
+class Change:
+    """Memory allocated, or freed where `size` is negative."""
+
+    time: int
+    """ns since the epoch."""
+    address: int
+    size: int
+    device: str
+    scopes: tuple[str, ...]
+    """Marked parts of the step that its thread was in, the outermost first."""
+
+
 @dataclass
 class Recording:
     spans: list[Span] = field(default_factory=list)
     """In order of their start."""
     allocations: list[tuple[int, int]] = field(default_factory=list)
     """(ns, bytes): CPU tensor memory, negative where freed; blocks from before the recording are missing."""
+    changes: list[Change] = field(default_factory=list)
+    """The same with addresses, where asked for."""
 
 
 class ScopeRecorder:
     """Records what torch and the trainer mark by name (`record_function`, Gloo's collectives, FSDP's phases); with `ops`
-    every operator, too; on CUDA always every kernel."""
+    every operator, too; on CUDA always every kernel. With `changes`, each allocation with its address."""
 
-    def __init__(self, device: torch.device, *, memory: bool = False, ops: bool = False) -> None:
-        self.cuda, self.memory, self.ops = device.type == "cuda", memory, ops
+    def __init__(self, device: torch.device, *, memory: bool = False, ops: bool = False, changes: bool = False) -> None:
+        self.cuda, self.memory, self.ops, self.changes = device.type == "cuda", memory, ops, changes
         self._public: Any = None
 
     def start(self) -> None:
@@ -50,7 +66,8 @@ class ScopeRecorder:
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self.cuda:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._public = torch.profiler.profile(activities=activities, profile_memory=self.memory and not self.cuda)
+            memory = self.changes or (self.memory and not self.cuda)
+            self._public = torch.profiler.profile(activities=activities, profile_memory=memory)
             self._public.__enter__()
             return
         from torch.autograd import ProfilerConfig, ProfilerState, _enable_profiler, _prepare_profiler
@@ -83,7 +100,17 @@ class ScopeRecorder:
             recording.spans.append(Span(name, event.start_ns(), event.end_ns(), event.start_thread_id(), device))
         recording.spans.sort(key=lambda span: span.start)
         recording.allocations.sort()
+        if self.changes:
+            recording.changes = sorted(_changes(results.experimental_event_tree(), ()), key=lambda change: change.time)
         return recording
+
+
+def _changes(events: Iterable[Any], scopes: tuple[str, ...]) -> Iterator[Change]:
+    for event in events:
+        kind, fields = event.typed
+        if kind == torch._C._profiler._EventType.Allocation:
+            yield Change(event.start_time_ns, fields.ptr, fields.alloc_size, fields.device.type, scopes)
+        yield from _changes(event.children, (*scopes, event.name))
 
 
 def scopes_alone() -> str | None:

@@ -11,27 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distbench.measure.collectives import dispatched
+from distbench.measure.kinds import memory_by_kind
 from distbench.measure.recorder import ScopeRecorder
-from distbench.strategies.torch_fsdp2 import is_fully_sharded
 from distbench.trainer import Trainer
-
-KINDS = {
-    "Parameter": "parameters",
-    "Buffer": "buffers",
-    "Gradient": "gradients",
-    "Activation": "activations",
-    "Optstate": "optimizer_state",
-    "Temp": "other",
-    "Sharded Param": "parameters",
-    "Unsharded Param": "gathered_parameters",
-    "Sharded Grad": "gradients",
-    "Unsharded Grad": "unreduced_gradients",
-    "All Gather": "communication",
-    "Reduce Scatter": "communication",
-    "OptState": "optimizer_state",
-    "Inputs": "other",
-}
-"""torch's memory trackers' names."""
 
 
 @dataclass
@@ -49,7 +31,8 @@ def track(trainer: Trainer) -> Tracked:
     """Run the tracked steps. A collective."""
     observers, trainer.observers = trainer.observers, []
     found = Tracked()
-    for name, look in (("meanings", _meanings), ("flops", _flops), ("memory", _memory)):
+    # FLOPs last: counting them shows Python what only C++ referred to (DDP's buckets), which would then count twice.
+    for name, look in (("meanings", _meanings), ("memory", memory_by_kind), ("flops", _flops)):
         value, reason = _attempt(look, trainer)
         setattr(found, name, value if reason is None else getattr(found, name))
         if reason is not None:
@@ -78,27 +61,3 @@ def _flops(trainer: Trainer) -> int:
     with FlopCounterMode(display=False) as counter:
         trainer.train_step()
     return int(counter.get_total_flops())
-
-
-def _memory(trainer: Trainer) -> dict[str, int]:
-    """Bytes by kind when this rank's tensors were largest."""
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-    from torch.distributed._tools.mem_tracker import MemTracker
-
-    trainer.optimizer.zero_grad(set_to_none=True)
-    if is_fully_sharded(trainer.module):
-        tracker: Any = FSDPMemTracker(trainer.module, trainer.optimizer)
-    else:
-        tracker = MemTracker()
-        tracker.track_external(trainer.module, trainer.optimizer)
-    with tracker:
-        trainer.train_step()
-    peak = tracker.get_tracker_snapshot("peak")
-    snapshot = next(values for device, values in peak.items() if device.type == trainer.world.device.type)
-    found: dict[str, int] = {}
-    for kind, size in snapshot.items():
-        name = getattr(kind, "value", str(kind))
-        if name != "Total":
-            key = KINDS.get(name, "other")
-            found[key] = found.get(key, 0) + int(size)
-    return found

@@ -111,6 +111,11 @@ class Strategy(ABC):
             return {}
         return {self.canonical_name(name): value for name, value in state.items()}
 
+    @property
+    def hidden_kind(self) -> str:
+        """What `hidden_bytes` are: a kind of the record's memory_by_kind."""
+        return "communication"
+
     def hidden_bytes(self, module: nn.Module) -> int:
         """Tensor memory that only C++ refers to and that lives from step to step."""
         return 0

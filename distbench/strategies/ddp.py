@@ -55,6 +55,10 @@ class DDP(Strategy):
     def reduce_dtype(self, module: nn.Module) -> torch.dtype:
         return self._reduce_dtype
 
+    @property
+    def hidden_kind(self) -> str:
+        return "gradients" if self.options.gradient_as_bucket_view else "communication"
+
     def hidden_bytes(self, module: nn.Module) -> int:
         """The buckets: each gradient has a place in one, whether or not it is a view of it."""
         return sum(p.nbytes for p in module.parameters() if p.requires_grad)

@@ -35,10 +35,6 @@ def padded_bytes(module: nn.Module) -> int:
     return total
 
 
-def is_fully_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
-
-
 @dataclass(frozen=True)
 class UnitBytes:
     """A unit's parameters, each padded on dim 0 to a multiple of the shards, in the dtypes that cross the network."""
