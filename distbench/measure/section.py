@@ -292,7 +292,9 @@ def _flops(config: Config, tracked: Sequence[Tracked]) -> dict[str, Any]:
     counted = [t.flops for t in tracked if t.flops is not None]
     if not counted or len(counted) < len(tracked):
         reason = next((t.reasons["flops"] for t in tracked if "flops" in t.reasons), "window.track=false")
-        return {"per_step": form, "meter": "closed form" if form else None, "closed_form": form, "reason": reason}
+        if form is not None:
+            return {"per_step": form, "meter": "closed form", "closed_form": form, "reason": None}
+        return {"per_step": None, "meter": None, "closed_form": None, "reason": reason}
     return {"per_step": sum(counted), "meter": "torch FlopCounterMode, all ranks", "closed_form": form, "reason": None}
 
 

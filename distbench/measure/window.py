@@ -123,8 +123,15 @@ class Window:
         return f"time the training thread slept outside loading data (schedstat{bound})", phases.blocked_reason
 
     def _take(self, phases: Phases, number: int) -> Take:
-        trainer, world, take = self.trainer, self.trainer.world, Take()
         kept: list[StepMetrics] = []
+        try:
+            return self._measured(phases, number, kept)
+        finally:
+            self._tell(kept)  # of a window that was interrupted, too, as far as it came
+
+    def _measured(self, phases: Phases, number: int, kept: list[StepMetrics]) -> Take:
+        """One window; `kept`: every step's metrics, as they are done."""
+        trainer, world, take = self.trainer, self.trainer.world, Take()
         gc.collect()
         trainer.optimizer.zero_grad(set_to_none=True)
         recorder = ScopeRecorder(self.device, memory=True)
@@ -164,7 +171,6 @@ class Window:
             busy, exposed = self._communication(recording, interval, slept if phases.blocked else None)
             take.steps.append(Step(metrics.step_seconds, parts, busy / 1e9, exposed, metrics.tokens))
         take.timeline = timeline(recording, intervals[-1])
-        self._tell(kept)
         return take
 
     @contextmanager

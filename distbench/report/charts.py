@@ -16,15 +16,17 @@ KINDS: dict[str, int] = {
     "optimizer": 2,
     "data": 3,
     "collective": 4,
-    "other": 6,
     "parameters": 0,
     "gradients": 1,
     "optimizer_state": 2,
     "activations": 3,
-    "buffers": 4,
+    "communication": 4,
+    "gathered_parameters": 5,
+    "buffers": 6,
+    "other": 7,
 }
 """Colour of each kind, of time and of memory; any other is the last one's."""
-NUM_COLOURS = 7
+NUM_COLOURS = 8
 ROW, LABEL, TOTAL = 24, 210, 120
 """Height of a row, width of its name and of what stands behind its bar."""
 FOOT = 26

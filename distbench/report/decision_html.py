@@ -42,17 +42,19 @@ MAX_CURVES = 7
 MAX_CURVE_POINTS = 400
 
 STYLE = """
-:root { --k0:#3b6fb6; --k1:#57b5d8; --k2:#2f8f4e; --k3:#c9a227; --k4:#d9566a; --k5:#9a4a8f; --k6:#9aa1a9 }
+:root { --k0:#3b6fb6; --k1:#57b5d8; --k2:#2f8f4e; --k3:#c9a227; --k4:#d9566a; --k5:#9a4a8f; --k6:#8a6a4f; --k7:#9aa1a9 }
 @media (prefers-color-scheme: dark) { :root { --k0:#6f9fe0; --k1:#6fcbe8; --k2:#58b877; --k3:#d9bb55; --k4:#ef7a8b;
-  --k5:#c47fbb; --k6:#7c848d } }
+  --k5:#c47fbb; --k6:#b8957a; --k7:#7c848d } }
 .k0{fill:var(--k0);background:var(--k0)} .k1{fill:var(--k1);background:var(--k1)} .k2{fill:var(--k2);background:var(--k2)}
 .k3{fill:var(--k3);background:var(--k3)} .k4{fill:var(--k4);background:var(--k4)} .k5{fill:var(--k5);background:var(--k5)}
-.k6{fill:var(--k6);background:var(--k6)} rect.faint { opacity:.5 } svg text.name { fill:var(--fg) }
-polyline.k0,polyline.k1,polyline.k2,polyline.k3,polyline.k4,polyline.k5,polyline.k6 { fill:none; background:none }
+.k6{fill:var(--k6);background:var(--k6)} .k7{fill:var(--k7);background:var(--k7)} rect.faint { opacity:.5 } svg text.name { fill:var(--fg) }
+polyline.k0,polyline.k1,polyline.k2,polyline.k3,polyline.k4,polyline.k5,polyline.k6,polyline.k7 { fill:none; background:none }
 polyline.k0{stroke:var(--k0)} polyline.k1{stroke:var(--k1)} polyline.k2{stroke:var(--k2)} polyline.k3{stroke:var(--k3)}
 polyline.k4{stroke:var(--k4)} polyline.k5{stroke:var(--k5)} polyline.k6{stroke:var(--k6)}
+polyline.k7{stroke:var(--k7)}
 polyline.k1{stroke-dasharray:14 6} polyline.k2{stroke-dasharray:8 8} polyline.k3{stroke-dasharray:3 9}
-polyline.k4{stroke-dasharray:10 12} polyline.k5{stroke-dasharray:5 15} polyline.k6{stroke-dasharray:2 18}
+polyline.k4{stroke-dasharray:10 12} polyline.k5{stroke-dasharray:5 15} polyline.k6{stroke-dasharray:8 3}
+polyline.k7{stroke-dasharray:2 18}
 body { max-width:1360px }
 h3 { font-size:14px; margin:14px 0 4px } caption { text-align:left; color:var(--dim); padding-bottom:4px }
 table { font-size:13px }
@@ -63,7 +65,7 @@ tr.chosen td,tr.chosen th { background:var(--card);
   font-weight:600 } tr.unranked td { color:var(--dim) } td[title] { cursor:help } section { break-inside:avoid }
 dl { display:grid; grid-template-columns:auto 1fr; gap:2px 14px; margin:6px 0 } dt { color:var(--dim) } dd { margin:0 }
 @media print { :root { color-scheme:light; --fg:#000; --dim:#444; --bg:#fff; --card:#f4f4f4; --line:#ccc; --k0:#3b6fb6;
-    --k1:#57b5d8; --k2:#2f8f4e; --k3:#c9a227; --k4:#d9566a; --k5:#9a4a8f; --k6:#9aa1a9 }
+    --k1:#57b5d8; --k2:#2f8f4e; --k3:#c9a227; --k4:#d9566a; --k5:#9a4a8f; --k6:#8a6a4f; --k7:#9aa1a9 }
   @page { size:A4 landscape; margin:12mm } body { max-width:none; padding:0; font-size:11px } table { font-size:9px }
   * { print-color-adjust:exact; -webkit-print-color-adjust:exact } svg,tr,details { break-inside:avoid }
   td.n { font-size:9px; white-space:nowrap } .scroll { overflow:visible } td,th { white-space:normal; padding-right:6px } }
@@ -190,12 +192,12 @@ def _front(candidates: list[Candidate]) -> str:
     x_range, y_range = padded(x for _, x, _ in points), padded(y for _, _, y in points)
     plot = Plot.frame("peak memory in MiB over step time in ms", x_range, y_range)
     for candidate, x, y in reversed(points):  # the choice last, on top
-        kind = "k2" if candidate.chosen else "k0" if candidate.pareto else "k6"
+        kind = "k2" if candidate.chosen else "k0" if candidate.pareto else "k7"
         name = short_name(candidate.name) if candidate.pareto or len(points) <= 20 else ""
         plot.dot(x, y, kind, f"{plain(candidate.name)}: {x:.4g} ms, {y:,.4g} MiB; {plain(candidate.reason)}", name)
     plot.x_ticks((tick, f"{tick:.6g}") for tick in ticks(*x_range, count=8))
     plot.x_title("step time in ms")
-    items = (("k2", "chosen"), ("k0", "on the Pareto front"), ("k6", "dominated beyond noise, or memory not compared"))
+    items = (("k2", "chosen"), ("k0", "on the Pareto front"), ("k7", "dominated beyond noise, or memory not compared"))
     named = "".join(f'<span><i class="{kind}"></i>{text}</span>' for kind, text in items)
     return (
         "<section><h2>Step time and memory</h2><p class='dim'>peak memory in MiB over step time in ms</p>"

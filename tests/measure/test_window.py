@@ -17,6 +17,7 @@ from distbench.measure.section import section
 from distbench.measure.tracked import track
 from distbench.measure.window import Window as Measuring
 from distbench.measure.window import planned
+from distbench.trainer import Observer, StepMetrics, Trainer
 from tests.configs import small
 from tests.distributed import run_distributed
 from tests.steps import ONE_PROCESS
@@ -174,19 +175,35 @@ def test_flops_are_the_closed_form() -> None:
     )
 
 
+class Ear(Observer):
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
+        self.heard.append(metrics.step)
+
+
 def test_steps_are_training_steps_and_observers_hear_of_each_once() -> None:
-    from distbench.trainer import Observer, StepMetrics, Trainer
-
-    heard: list[int] = []
-
-    class Ear(Observer):
-        def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
-            heard.append(metrics.step)
-
     trainer = build_trainer(config("single"), ONE_PROCESS)[0]
-    trainer.observers = [Ear()]
+    trainer.observers = [ear := Ear()]
     Measuring(WINDOW, trainer, None).measure(2, 2)
-    assert heard == list(range(1, 1 + 2 + 2 * (1 + 4 + 2))) and trainer.step == heard[-1]
+    assert ear.heard == list(range(1, 1 + 2 + 2 * (1 + 4 + 2))) and trainer.step == ear.heard[-1]
+
+
+def test_observers_hear_of_the_steps_of_an_interrupted_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build_trainer(config("single"), ONE_PROCESS)[0]
+    trainer.observers = [ear := Ear()]
+    step = trainer.train_step
+
+    def interrupted() -> StepMetrics:
+        if trainer.step == 8:  # two to warm up, one absorbed, four metered, one for reference
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(trainer, "train_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Measuring(WINDOW, trainer, None).measure(2, 2)
+    assert ear.heard == list(range(1, 9))
 
 
 @pytest.mark.parametrize(
