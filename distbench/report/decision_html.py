@@ -47,8 +47,10 @@ STYLE = """
   --k5:#c47fbb; --k6:#b8957a; --k7:#7c848d } }
 .k0{fill:var(--k0);background:var(--k0)} .k1{fill:var(--k1);background:var(--k1)} .k2{fill:var(--k2);background:var(--k2)}
 .k3{fill:var(--k3);background:var(--k3)} .k4{fill:var(--k4);background:var(--k4)} .k5{fill:var(--k5);background:var(--k5)}
-.k6{fill:var(--k6);background:var(--k6)} .k7{fill:var(--k7);background:var(--k7)} rect.faint { opacity:.5 } svg text.name { fill:var(--fg) }
-polyline.k0,polyline.k1,polyline.k2,polyline.k3,polyline.k4,polyline.k5,polyline.k6,polyline.k7 { fill:none; background:none }
+.k6{fill:var(--k6);background:var(--k6)} .k7{fill:var(--k7);background:var(--k7)}
+rect.faint { opacity:.5 } svg text.name { fill:var(--fg) }
+polyline.k0,polyline.k1,polyline.k2,polyline.k3,polyline.k4,polyline.k5,polyline.k6,polyline.k7 {
+  fill:none; background:none }
 polyline.k0{stroke:var(--k0)} polyline.k1{stroke:var(--k1)} polyline.k2{stroke:var(--k2)} polyline.k3{stroke:var(--k3)}
 polyline.k4{stroke:var(--k4)} polyline.k5{stroke:var(--k5)} polyline.k6{stroke:var(--k6)}
 polyline.k7{stroke:var(--k7)}
