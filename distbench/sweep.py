@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import traceback
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -140,7 +140,20 @@ def _typed_already(own: DictConfig) -> Config | None:
     sections = groups | {f.name: type(f.default_factory()) for f in fields(Config) if f.default_factory is not MISSING}
     if any(kind is None or type(values.get(key)) is not kind for key, kind in sections.items()):
         return None
+    if not all(_has_only_fields(own._get_node(key), values[key]) for key in sections) or values.keys() - _names(Config):
+        return None
     return Config(**{str(key): value for key, value in values.items()})
+
+
+def _names(kind: Any) -> set[str]:
+    return {f.name for f in fields(kind)}
+
+
+def _has_only_fields(node: Any, value: Any) -> bool:
+    """Whether a section has no key of the user's (`+model.width=3`) beside its dataclass's."""
+    if not is_dataclass(value):
+        return True
+    return set(node) <= _names(value) and all(_has_only_fields(node._get_node(k), getattr(value, k)) for k in node)
 
 
 def _claim(sweep_dir: Path, config: Config, folder: Path) -> str | None:
