@@ -58,8 +58,10 @@ def entry() -> None:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # where the rest of the buffer goes when Python ends
-        print(f"distbench: cannot write the output: {error.strerror}", file=sys.stderr)
-        code = ExitCode.USAGE
+        code = ExitCode.OK  # `| head` has seen enough
+        if error.errno == errno.ENOSPC:
+            print(f"distbench: cannot write the output: {error.strerror}", file=sys.stderr)
+            code = ExitCode.USAGE
     sys.exit(code)
 
 
@@ -110,7 +112,11 @@ def _versions() -> str:
 def _refuse_stray_words(argv: list[str]) -> None:
     """A first word that is neither a flag nor an override is a mistyped subcommand."""
     if argv and not argv[0].startswith(("-", "+", "~")) and "=" not in argv[0]:
+        from distbench.hydra_edge import valid_keys
+
         near = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+        if argv[0] in valid_keys():
+            raise ConfigError(f"{argv[0]} needs a value: {argv[0]}=...")
         hint = f"did you mean `{near[0]}`?" if near else "overrides look like strategy=fsdp; see --help"
         raise ConfigError(f"{argv[0]!r} is not a command; {hint}")
 

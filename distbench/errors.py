@@ -52,6 +52,12 @@ class SummaryError(RunFolderError):
     """A gradient summary is damaged, foreign, of a newer schema, or cannot be combined or compared with another."""
 
 
+class CheckpointError(DistbenchError):
+    """A checkpoint is missing, damaged, foreign, of a newer schema, or does not fit what shall be trained on from it."""
+
+    exit_code = ExitCode.USAGE
+
+
 class NonDeterministicStart(DistbenchError):
     """Ranks would start from different weights."""
 

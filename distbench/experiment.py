@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from distbench import config as configuration
 from distbench.config import Config, batch_shape, joined_world, not_applicable, to_container, world_size
-from distbench.errors import ExitCode
+from distbench.errors import DistbenchError, ExitCode
 from distbench.runs.environment import environment, launch_command
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status, now, read_record
@@ -58,7 +58,11 @@ def run(config: Config, folder: RunFolder) -> Outcome:
         local.check_port(config)
     if joined_world() is None or config.gate.enabled:
         local.warm_up()
-    config, model, notes = preflight(config)
+    try:
+        config, model, notes = preflight(config)
+    except DistbenchError:
+        local.cool_down()
+        raise
     folder.write_resolved(to_container(config))
     folder.update_record(**first_sections(config, folder, notes))
     for note in notes:

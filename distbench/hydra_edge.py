@@ -241,7 +241,7 @@ def refuse_unnamed_options(argv: list[str]) -> None:
         group, _, value = word.partition("=")
         options = group_options().get(group.lstrip("+"), [])
         if options and any(UNNAMED.fullmatch(part) for part in value.split(",")):
-            raise ConfigError(f"{word}: {group} is chosen by name, one of {', '.join(options)}")
+            raise ConfigError(f"{word}: {group.lstrip('+')} is chosen by name, one of {', '.join(options)}")
 
 
 def valid_keys() -> list[str]:

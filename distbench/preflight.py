@@ -79,10 +79,14 @@ def preset(name: str) -> Precision:
 
 
 def _check_fault(config: Config) -> list[str]:
-    """A fault that can be imported; a note where this strategy cannot have it."""
+    """A fault that can be made; a note where this strategy cannot have it."""
     if config.fault._target_ is None:
         return []
     fault = locate(config.fault._target_, "fault._target_")
+    try:
+        fault(**config.fault.kwargs)
+    except TypeError as error:
+        raise ConfigError(f"fault._target_={config.fault._target_} does not take fault.kwargs: {error}") from error
     strategies = getattr(fault, "strategies", (config.strategy.name,))
     if config.strategy.name in strategies:
         return []

@@ -120,6 +120,8 @@ REFUSED = [
     (["strategy=ddp", "+strategy.mixed_precision=bf16"], "Key 'mixed_precision' not in 'DDPStrategy'"),
     (["+seed.foo=1"], "Key 'foo' not in 'Seeds'"),
     (["+precision.scaler.foo=1"], "Key 'foo' not in 'LossScaler'"),
+    (["steps"], "steps needs a value: steps=..."),
+    (["++gate=3"], "++gate=3: gate is chosen by name, one of default, off, strict"),
     (["checkpoint=3"], "checkpoint=3: checkpoint is chosen by name, one of default, off"),
     (["gate=null"], "gate=null: gate is chosen by name, one of default, off, strict"),
     (["-m", "precision=[fp32],bf16"], "precision is chosen by name"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distbench import preflight as module
-from distbench.config import BlockWrap, Config, FSDPStrategy, NoWrap, PatternWrap, SizeWrap, TextData
+from distbench.config import BlockWrap, Config, Fault, FSDPStrategy, NoWrap, PatternWrap, SizeWrap, TextData
 from distbench.errors import ConfigError, UserModelError
 from distbench.preflight import preflight, preset
 from tests.configs import custom, small
@@ -38,6 +38,10 @@ def test_nothing_is_built_for_real() -> None:
         (custom("Nope"), "model._target_=tests.models_for_tests.Nope: tests.models_for_tests has no 'Nope'"),
         (custom("not_a_module"), "returned str, not a torch.nn.Module"),
         (custom("without_parameters"), "returned a module without parameters"),
+        (
+            small(fault=Fault("distbench.faults.clipping.ClipLocalShard", "mine", {"factr": 1})),
+            "fault._target_=distbench.faults.clipping.ClipLocalShard does not take fault.kwargs: ",
+        ),
         (small(data=TextData(path="/dev/null")), "data.path=/dev/null holds 0 bytes in 1 files"),
     ],
 )

@@ -47,6 +47,16 @@ def warm_up() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
+def cool_down() -> None:
+    """End a forkserver that no rank was forked from yet: still importing, it would outlive a refusal by seconds and hold
+    its output open."""
+    server = multiprocessing.forkserver._forkserver
+    pid = getattr(server, "_forkserver_pid", None)
+    if pid is not None and hasattr(server, "_stop"):
+        os.kill(pid, signal.SIGKILL)
+        server._stop()
+
+
 def check_port(config: Config) -> None:
     """Refuse a `launch.master_addr` that is not this machine's, and a `master_port` that is taken, before anything
     starts."""

@@ -31,7 +31,6 @@ MODULES = (
     # Imported lazily by DDP's and FSDP's constructors and first steps: 822 modules, more than a second a rank.
     "torch._dynamo",
     "torch._inductor",
-    "torch.distributed._tools.fsdp2_mem_tracker",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.elastic.multiprocessing.errors",
     "torch.distributed.tensor",

@@ -35,7 +35,7 @@ def snapshot(trainer: Trainer) -> Snapshot:
         step=trainer.step,
         parameters=[local(p.detach()).clone() for p in trainer.module.parameters()],
         buffers={name: buffer.detach().clone() for name, buffer in trainer.module.named_buffers()},
-        attributes=_plain_attributes(trainer.module),
+        attributes=plain_attributes(trainer.module),
         optimizer=[
             {
                 key: local(value).clone() if isinstance(value, Tensor) else copy.copy(value)
@@ -50,7 +50,7 @@ def snapshot(trainer: Trainer) -> Snapshot:
     )
 
 
-def _plain_attributes(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+def plain_attributes(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Counters and flags that the user's modules keep outside of buffers; wrappers' own are left alone."""
     own = [m for m in model.modules() if not all(c.__module__.startswith("torch.") for c in type(m).__mro__[:-1])]
     plain = (int, float, bool, str)
@@ -111,13 +111,17 @@ def load_state(trainer: Trainer, baseline: Baseline, step: int) -> None:
         trainer.optimizer.state.clear()
     done = [baseline.step(number) for number in range(1, step + 1)]
     trainer.step = step
-    updates = sum(not facts["skipped"] for facts in done)
+    set_schedule(trainer, sum(not facts["skipped"] for facts in done))
+    trainer.scaler.scale = done[-1]["next_scale"] if done else trainer.scaler.config.init_scale
+    if not trainer.scaler.enabled:
+        trainer.scaler.scale = 1.0
+    trainer.scaler.good_steps = done[-1]["good_steps"] if done else 0
+
+
+def set_schedule(trainer: Trainer, updates: int) -> None:
+    """Learning rates as they are after so many steps of the optimizer."""
     lrs = trainer.schedule.base_lrs
     trainer.schedule.last_epoch = updates
     for group, base, rule in zip(trainer.optimizer.param_groups, lrs, trainer.schedule.lr_lambdas, strict=True):
         group["lr"] = base * rule(updates)
     trainer.schedule._last_lr = [group["lr"] for group in trainer.optimizer.param_groups]
-    trainer.scaler.scale = done[-1]["next_scale"] if done else trainer.scaler.config.init_scale
-    if not trainer.scaler.enabled:
-        trainer.scaler.scale = 1.0
-    trainer.scaler.good_steps = done[-1]["good_steps"] if done else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +113,13 @@ def print_sweep(sweep: Path, ranking: Ranking) -> None:
     print(f"reasons      {relative(sweep)}/decision.md, decision.json")
     print(f"runs         {relative(sweep)}")
     print(f"logs         {relative(sweep)}/*/logs/rank*.log")
-    print(f"TensorBoard  tensorboard --logdir {relative(sweep.parent)}", flush=True)
+    print(f"TensorBoard  {_tensorboard()} --logdir {relative(sweep.parent)}", flush=True)
+
+
+def _tensorboard() -> str:
+    """As it can be called here: beside this Python, where its environment is not activated."""
+    beside = Path(sys.executable).with_name("tensorboard")
+    return relative(beside) if shutil.which("tensorboard") is None and beside.exists() else "tensorboard"
 
 
 MAX_REASONS = 20

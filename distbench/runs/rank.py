@@ -380,9 +380,16 @@ class _Decision:
             return f"{what}: the only one of {len(self.candidates)} that qualifies"
         if ties:
             names = ", ".join(tie.name for tie in ties[:3]) + (f" and {len(ties) - 3} more" if len(ties) > 3 else "")
+            if self.rule.rule in (Rule.fastest, Rule.fastest_within_memory) and self._slower_median():
+                return f"{what} of {num_eligible} within the noise, for its less memory; the same step time as {names}"
             return f"{what} of {num_eligible}, but no difference beyond noise to {names}{self._unsure_within()}"
         within = rule.rule in (Rule.smallest_within, Rule.most_accurate_within)
         return f"{what} of {num_eligible}{self._unsure_within() if within else ', beyond noise'}"
+
+    def _slower_median(self) -> bool:
+        """Whether someone that is as good within the noise has a lower median than the choice."""
+        choice = next(index for index, candidate in enumerate(self.candidates) if candidate.chosen)
+        return bool(self.times.log_medians[choice] > self.times.log_medians.min())
 
     def _unsure_within(self) -> str:
         """How much slower the choice may be, where the noise does not place it within the rule's percentage for sure."""

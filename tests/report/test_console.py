@@ -87,7 +87,7 @@ def test_a_sweeps_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert "1 of 3 runs passed; 1 more cells" in said
     assert "reasons      outputs/sweep/decision.md, decision.json" in said
     assert "logs         outputs/sweep/*/logs/rank*.log" in said
-    assert "TensorBoard  tensorboard --logdir outputs" in said
+    assert "tensorboard --logdir outputs" in said
 
 
 def test_paths_are_short_where_they_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

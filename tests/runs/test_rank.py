@@ -399,3 +399,11 @@ def test_a_group_that_cannot_be_ranked_says_why(tmp_path: Path) -> None:
     candidate(tmp_path, "b", config={"global_batch": 16}, status="crashed", reason="out of memory")
     other = rank([tmp_path]).groups[1]
     assert other.why_none == "no run can be ranked: 1 x crashed: out of memory"
+
+
+def test_a_choice_for_its_less_memory_is_not_called_the_fastest(tmp_path: Path) -> None:
+    candidate(tmp_path, "quick", 10, gib=4)
+    candidate(tmp_path, "small", 10.3, gib=1)
+    ranking = rank([tmp_path])
+    assert ranking.chosen is named(ranking, "small")
+    assert ranking.why == "fastest of 2 within the noise, for its less memory; the same step time as 000_quick"
