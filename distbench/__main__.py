@@ -164,6 +164,11 @@ def _flags_first(argv: list[str]) -> list[str]:
 
 
 def _compose_and_run(argv: list[str]) -> int:
+    from distbench import resume
+
+    if resume.asked(argv):
+        gc.enable()
+        return resume.main(argv)
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException

@@ -78,6 +78,11 @@ class Order(Enum):
     """A A B B C C."""
 
 
+class OnError(Enum):
+    proceed = "proceed"
+    stop = "stop"
+
+
 class Device(Enum):
     auto = "auto"
     cpu = "cpu"
@@ -286,6 +291,14 @@ class SGD:
 class Checkpoint:
     final: bool = True
     """Write the model as safetensors after the last step."""
+    every: int | None = None
+    """Steps between checkpoints to train on from, with one after the last step; None: none are written."""
+    keep_last: int = 2
+    """How many of those are kept."""
+    keep_every: int | None = None
+    """Those of steps that this divides are kept as well."""
+    on_error: OnError = OnError.proceed
+    """What a checkpoint that cannot be written does to the run."""
 
 
 @dataclass
@@ -432,6 +445,10 @@ class Config:
     deterministic: bool = True
     name: str | None = None
     output_dir: str = "outputs"
+    resume: str | None = None
+    """A run folder of the same config, to train on in; the command line sets it."""
+    start_from: str | None = None
+    """A run folder, or a checkpoint in one, whose state this run starts from once its gate has passed."""
 
 
 GROUPS: dict[str, dict[str, type]] = {
@@ -603,7 +620,7 @@ def effective(config: Config) -> dict[str, Any]:
         for parent in parents:
             node = node[parent]
         node[leaf] = "not applicable"
-    for ignored in ("name", "output_dir", "logging", "decide", "sweep"):
+    for ignored in ("name", "output_dir", "logging", "decide", "sweep", "resume"):
         tree.pop(ignored)
     for address in ("master_addr", "master_port"):
         tree["launch"].pop(address, None)

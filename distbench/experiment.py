@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from distbench import config as configuration
 from distbench.config import Config, batch_shape, joined_world, not_applicable, to_container, world_size
-from distbench.errors import DistbenchError, ExitCode
+from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.environment import environment, launch_command
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status, now, read_record
@@ -30,7 +30,7 @@ EXIT_CODES = {
 
 RANKS_SECTIONS = (
     *("model", "initial_weights", "units", "wrapper", "topology", "dtypes", "gate"),
-    *("window", "window_reason", "result", "checkpoint"),
+    *("window", "window_reason", "result", "checkpoint", "last_checkpoint", "checkpoint_error"),
 )
 """The record's keys that rank 0 fills in."""
 
@@ -52,7 +52,7 @@ def run(config: Config, folder: RunFolder) -> Outcome:
     """Run one validated config in a fresh folder: baseline, ranks, and what became of it."""
     from distbench.launching import joined, local
     from distbench.preflight import preflight
-    from distbench.report.console import print_run, relative
+    from distbench.report.console import print_run, relative, say_how_to_resume
 
     if joined_world() is None:
         local.check_port(config)
@@ -63,8 +63,17 @@ def run(config: Config, folder: RunFolder) -> Outcome:
     except DistbenchError:
         local.cool_down()
         raise
+    start = starting_point(config, folder)
+    if config.resume is None:
+        sections = first_sections(config, folder, notes)
+    else:
+        from distbench.checkpoint.resuming import resumed_sections
+
+        sections = resumed_sections(config, folder)
     folder.write_resolved(to_container(config))
-    folder.update_record(**first_sections(config, folder, notes))
+    folder.update_record(**sections)
+    if start is not None:
+        print(f"    from {relative(start)}", flush=True)
     for note in notes:
         print(f"    note: {note}", flush=True)
 
@@ -84,6 +93,7 @@ def run(config: Config, folder: RunFolder) -> Outcome:
     except (local.Interrupted, KeyboardInterrupt):
         folder.update_record(status=Status.interrupted.value, reason="stopped by the user", finished=now())
         print(f"    interrupted: run folder {relative(folder.path)}", flush=True)
+        say_how_to_resume(folder.path)
         return Outcome(Status.interrupted, ExitCode.INTERRUPTED)
     except Exception as error:  # whatever it was, no record says running once nothing runs
         reason = f"{type(error).__name__}: {error}"
@@ -112,6 +122,7 @@ def first_sections(config: Config, folder: RunFolder, notes: list[str]) -> dict[
         "batch": {**shape.to_dict(), "text": str(shape)},
         "seeds": asdict(config.seed),
         "warnings": notes,
+        "resumes": [],
         **dict.fromkeys(RANKS_SECTIONS),
     }
 
@@ -120,8 +131,8 @@ def ready_baseline(config: Config, model: nn.Module | None, folder: RunFolder) -
     """The run's baseline, from the cache or computed now; None where the gate is off."""
     from distbench.numerics.cache import ensure_baseline
 
-    if not config.gate.enabled:
-        return None
+    if not config.gate.enabled or config.resume is not None:
+        return None  # a run that is resumed has passed its gate
     local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if joined_world() is not None else world_size(config)
     entry = ensure_baseline(config, model, folder, local_size)
     print(f"    baseline {Path(entry.path).name} {'reused' if entry.reused else 'computed'}", flush=True)
@@ -176,7 +187,9 @@ def run_rank(
 ) -> Status:
     """One rank's part of one run, and what became of it. Rank 0 writes the shared files."""
     from distbench.build import EffectiveDtypes, build_trainer, set_determinism
+    from distbench.checkpoint.keeping import Keeper
     from distbench.checkpoint.save import save_model
+    from distbench.checkpoint.sharded import load_shards
     from distbench.launching.world import World
     from distbench.measure.measuring import measure_windows, window_sections
     from distbench.numerics.gating import pass_gate
@@ -198,7 +211,15 @@ def run_rank(
         blocks = getattr(config.model, "block_classes", [])
         trainer.observers.append(Statistics(every, blocks, trainer, log.write if log else None))
 
-    gate = pass_gate(config, baseline, trainer, dtypes, folder)
+    start = starting_point(config, folder)
+    observers, before = trainer.observers, trainer.step
+    if start is not None:
+        trainer.observers = [dtypes]  # the steps before are not the run's
+    if config.resume is not None:
+        trainer.run(until=1)  # wrappers settle, as they had in the run that goes on
+        gate = read_record(folder.path)["gate"]
+    else:
+        gate = pass_gate(config, baseline, trainer, dtypes, folder)
     ranks = world.gather(world.describe())
     topology = {"world_size": world.size, "backend": world.backend, "ranks": ranks}
     if gate["passed"] is False:
@@ -211,13 +232,19 @@ def run_rank(
 
     if log:
         folder.update_record(gate=gate, topology=topology)  # whatever becomes of the run, this is known
-    measured, reason = measure_windows(config, trainer, folder)
-    trainer.run(until=config.steps)
+    if start is not None:
+        load_shards(trainer, start)
+        trainer.observers, before = observers, trainer.step
+    known = read_record(folder.path) if config.resume is not None else {}
+    measured, reason = measure_windows(config, trainer, folder) if known.get("window") is None else (None, None)
+    Keeper(config, folder, trainer).run(until=config.steps, since=before)
     state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
     checkpoint = save_model(folder, trainer.step, state) if log and state is not None else None
     window = window_sections(
         config, trainer, measured, reason, save=(lambda sections: folder.update_record(**sections)) if log else None
     )
+    if known.get("window") is not None:
+        window = {key: known[key] for key in ("window", "window_reason")}
     if log:
         log.finish(
             status=Status.passed.value,
@@ -230,3 +257,20 @@ def run_rank(
     del trainer, state, measured  # a wrapper's collectives must not outlive the process group
     world.leave()
     return Status.passed
+
+
+def starting_point(config: Config, folder: RunFolder) -> Path | None:
+    """The checkpoint that a run goes on from, or None where it starts anew. Raises ConfigError."""
+    from distbench.checkpoint.manifest import step_of
+    from distbench.checkpoint.resuming import checkpoint_of
+
+    what = "start_from" if config.resume is None else "resume"
+    asked = getattr(config, what)
+    if asked is None:
+        return None
+    start = checkpoint_of(Path(asked), what)
+    if step_of(start) >= config.steps:
+        raise ConfigError(
+            f"{what}={asked} is at step {step_of(start)} of steps={config.steps}; add steps=... to train on"
+        )
+    return start

@@ -34,6 +34,16 @@ def validate(config: Config) -> None:
     _validate_gate(config)
     _validate_window(config.window)
     _validate_decision(config)
+    _validate_checkpoint(config)
+
+
+def _validate_checkpoint(config: Config) -> None:
+    options = config.checkpoint
+    for name in ("every", "keep_last", "keep_every"):
+        if (value := getattr(options, name)) is not None:
+            _positive(f"checkpoint.{name}", value)
+    if config.start_from is not None and not Path(config.start_from).is_dir():
+        raise ConfigError(f"start_from={config.start_from}: no such folder")
 
 
 def _validate_gate(config: Config) -> None:

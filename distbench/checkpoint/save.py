@@ -10,6 +10,8 @@ from torch import Tensor
 
 from distbench.runs.folder import RunFolder
 
+NAME = "model.safetensors"
+
 
 def save_model(folder: RunFolder, step: int, state: dict[str, Tensor]) -> str:
     """Write `checkpoints/step_XXXXXXXX/model.safetensors` and return its path in the run folder.
@@ -20,12 +22,16 @@ def save_model(folder: RunFolder, step: int, state: dict[str, Tensor]) -> str:
     temporary = folder.checkpoints / f".step_{step:08d}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    file = temporary / "model.safetensors"
+    file = temporary / NAME
     save_file(_untied(state), file, metadata={"format": "pt", "step": str(step)})
     with file.open("rb") as handle:
         os.fsync(handle.fileno())
-    temporary.rename(final)
-    return str((final / file.name).relative_to(folder.path))
+    if final.is_dir():  # beside the shards of the same step
+        file.replace(final / NAME)
+        temporary.rmdir()
+    else:
+        temporary.rename(final)
+    return str((final / NAME).relative_to(folder.path))
 
 
 def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -78,6 +79,13 @@ def print_failure(path: Path, failure: dict[str, Any], ranks: list[tuple[int, in
             print(f"ranks ended with it: {', '.join(others)}", flush=True)
     if not failure["user_error"]:
         print(f"logs: {relative(path / 'logs')}", flush=True)
+    say_how_to_resume(path)
+
+
+def say_how_to_resume(path: Path) -> None:
+    """The command, where the run has left a checkpoint."""
+    if (saved := read_record(path).get("last_checkpoint")) is not None:
+        print(f"    from {saved}: python -m distbench resume={shlex.quote(relative(path))}", flush=True)
 
 
 SAME_AS = "same as"

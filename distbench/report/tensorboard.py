@@ -14,8 +14,9 @@ from distbench.trainer import Backward, Observer, StepMetrics, Trainer
 class TensorBoardLog(Observer):
     """Rank 0's event file. Tags are the metrics' names under the group they belong to."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10)
+    def __init__(self, folder: RunFolder, purge_step: int | None = None) -> None:
+        """`purge_step`: from which step on an earlier file's points are to be forgotten."""
+        self._writer = SummaryWriter(str(folder.tensorboard), flush_secs=10, purge_step=purge_step)
         self._writer.add_custom_scalars(LAYOUT)
 
     def histograms(self) -> Histograms:

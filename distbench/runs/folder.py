@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -55,6 +56,14 @@ class RunFolder:
             folder.tensorboard.mkdir(exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot write the run folder {path}: {error.strerror}; set output_dir=...") from error
+        return folder
+
+    @classmethod
+    def reopen(cls, path: Path) -> RunFolder:
+        """The folder of a run that is to go on. Raises OutputError where it cannot be written."""
+        folder = cls(path)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise OutputError(f"cannot write the run folder {path}")
         return folder
 
     def discard_unused(self) -> None:

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 from distbench.config import Config
 from distbench.report.tensorboard import TensorBoardLog
 from distbench.runs.folder import RunFolder, now
-from distbench.runs.observers import MetricLog, Progress
+from distbench.runs.observers import MetricLog, Progress, metric_rows
 from distbench.trainer import Observer, StepMetrics, Trainer
 
 
 class StepSummary(Observer):
     """The result section's numbers; times are of the steps after the first `warm_up` (set-up, and the gate's)."""
 
-    def __init__(self, warm_up: int) -> None:
+    def __init__(self, warm_up: int, done: Sequence[dict[str, Any]] = ()) -> None:
+        """`done`: what the metrics log has already."""
         self.warm_up = warm_up
-        self.first: StepMetrics | None = None
+        self.first: tuple[float, float] | None = None
+        """(loss, gradient norm)."""
         self.last: StepMetrics | None = None
         self.seconds: list[float] = []
         self.skipped = 0
+        if done:
+            self.first = float(done[0]["loss"]), float(done[0]["grad_norm"])
+            self.seconds = [float(row["step_seconds"]) for row in done if row["step"] > warm_up]
+            self.skipped = sum(bool(row["skipped"]) for row in done)
 
     def on_step(self, metrics: StepMetrics, trainer: Trainer) -> None:
         if self.first is None:
-            self.first = metrics
+            self.first = metrics.loss, metrics.grad_norm
         if metrics.step > self.warm_up:
             self.seconds.append(metrics.step_seconds)
         self.last = metrics
@@ -36,9 +43,9 @@ class StepSummary(Observer):
         median = statistics.median(self.seconds) if self.seconds else None
         return {
             "steps": self.last.step,
-            "first_loss": self.first.loss,
+            "first_loss": self.first[0],
             "last_loss": self.last.loss,
-            "first_grad_norm": self.first.grad_norm,
+            "first_grad_norm": self.first[1],
             "last_grad_norm": self.last.grad_norm,
             "skipped_steps": self.skipped,
             "step_seconds_median": median,
@@ -54,10 +61,11 @@ class RunLog:
 
     def __init__(self, config: Config, folder: RunFolder, console: TextIO) -> None:
         self._folder = folder
+        done = metric_rows(folder)  # of a run that is resumed
         self._metrics = MetricLog(folder)
-        self._tensorboard = TensorBoardLog(folder)
+        self._tensorboard = TensorBoardLog(folder, purge_step=done[-1]["step"] + 1 if done else None)
         self.write = self._tensorboard.write
-        self.steps = StepSummary(warm_up=config.gate.steps if config.gate.enabled else 1)
+        self.steps = StepSummary(config.gate.steps if config.gate.enabled else 1, done)
         self.observers: list[Observer] = [self._metrics, self._tensorboard, self.steps]
         if config.logging.histograms:
             self.observers.append(self._tensorboard.histograms())

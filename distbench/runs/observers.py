@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TextIO
+from typing import Any, TextIO
 
 from distbench.runs.files import strict
 from distbench.runs.folder import RunFolder
 from distbench.trainer import Observer, StepMetrics, Trainer
+
+
+def metric_rows(folder: RunFolder) -> list[dict[str, Any]]:
+    """What a run's metrics log has: none for a new run."""
+    if not folder.metrics_path.exists():
+        return []
+    return [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
 
 
 class MetricLog(Observer):

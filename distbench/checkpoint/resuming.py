@@ -1,0 +1,110 @@
+"""From a run folder to a run that goes on: what may differ, what is forgotten, where the trainer is put."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distbench.checkpoint.manifest import complete, step_of
+from distbench.config import Config, digest, effective, to_container, world_size
+from distbench.errors import ConfigError
+from distbench.runs.environment import launch_command
+from distbench.runs.files import write_atomic
+from distbench.runs.folder import RunFolder, Status, now, read_record
+
+MAY_DIFFER = {
+    *("steps", "checkpoint", "logging", "launch", "window", "gate", "decide", "name", "output_dir", "resume", "sweep"),
+}
+"""Keys of a config that a resumed run may set anew; every other would make it another experiment."""
+
+
+def checkpoint_of(path: Path, what: str) -> Path:
+    """The newest complete checkpoint of a run folder, or the checkpoint that `path` is. Raises ConfigError.
+
+    `what`: the setting that named it.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{what}={path}: no such folder")
+    for folder, inside in ((path, False), (path / "checkpoints", True)):
+        found = complete(folder)
+        if found:
+            return found[-1]
+        if not inside and (path / "manifest.json").is_file():
+            return path
+    raise ConfigError(f"{what}={path}: there is no complete checkpoint; checkpoint.every=N writes one every N steps")
+
+
+def resumed_sections(config: Config, folder: RunFolder) -> dict[str, Any]:
+    """The record's sections that a resume changes, and everything after the checkpoint forgotten.
+
+    Raises ConfigError where the run is still going, is done, or was of another experiment.
+    """
+    record = read_record(folder.path)
+    checkpoint = checkpoint_of(folder.path, "resume")
+    step = step_of(checkpoint)
+    _refuse_running(record, folder)
+    differing = _differing(to_container(config), record.get("config") or {})
+    if differing:
+        raise ConfigError(
+            f"resume={folder.path} is of another experiment: {'; '.join(differing[:3])}; a new run may start from it with "
+            f"start_from={folder.path}"
+        )
+    if (ranks := (record.get("batch") or {}).get("world_size")) != world_size(config):
+        raise ConfigError(
+            f"resume={folder.path} ran on {ranks} ranks, now there are {world_size(config)}; a new run may start from it "
+            f"with start_from={folder.path}"
+        )
+    _forget_after(folder, step)
+    resumes = [*(record.get("resumes") or []), {"step": step, "at": now(), "command": launch_command()}]
+    return {
+        "status": Status.running.value,
+        "reason": None,
+        "finished": None,
+        "run": {**(record.get("run") or {}), "pid": os.getpid()},
+        "config": to_container(config),
+        "effective": digest(effective(config)),
+        "resumes": resumes,
+    }
+
+
+def _refuse_running(record: Mapping[str, Any], folder: RunFolder) -> None:
+    pid = (record.get("run") or {}).get("pid")
+    if record.get("status") != Status.running.value or not isinstance(pid, int) or pid == os.getpid():
+        return
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return  # it died without saying so
+    if b"distbench" in command:
+        raise ConfigError(f"resume={folder.path} is still running, as process {pid}")
+
+
+def _differing(here: dict[str, Any], there: dict[str, Any], prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for key in here.keys() | there.keys():
+        if not prefix and key in MAY_DIFFER:
+            continue
+        a, b = here.get(key), there.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differing(a, b, f"{prefix}{key}.")
+        elif a != b:
+            found.append(f"{prefix}{key}={a} instead of {b}")
+    return sorted(found)
+
+
+def _forget_after(folder: RunFolder, step: int) -> None:
+    """Drop the lines of steps that will be done again."""
+    if not folder.metrics_path.exists():
+        return
+    kept = []
+    for line in folder.metrics_path.read_text().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break  # torn by a crash
+        if row["step"] <= step:
+            kept.append(line)
+    write_atomic(folder.metrics_path, "".join(f"{line}\n" for line in kept))
