@@ -45,9 +45,12 @@ def verdict(root: Path, slow: bool) -> tuple[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--sweeps", type=int, default=20)
+    parser.add_argument("--only", choices=("same", "slower"))
     options = parser.parse_args()
     print(f"\n{options.sweeps} sweeps of two configurations x three repeats, two ranks    target: 19 of 20")
     for slow, what, wanted in ((False, "the same", "no difference"), (True, "a tenth slower", "slower")):
+        if options.only not in (None, "slower" if slow else "same"):
+            continue
         said: Counter[str] = Counter()
         ratios = []
         for _ in range(options.sweeps):

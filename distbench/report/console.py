@@ -84,7 +84,11 @@ def print_failure(path: Path, failure: dict[str, Any], ranks: list[tuple[int, in
 
 def say_how_to_resume(path: Path) -> None:
     """The command, where the run has left a checkpoint."""
-    if (saved := read_record(path).get("last_checkpoint")) is not None:
+    try:
+        saved = read_record(path).get("last_checkpoint")
+    except RunFolderError:  # it ended before there was one
+        return
+    if saved is not None:
         print(f"    from {saved}: python -m distbench resume={shlex.quote(relative(path))}", flush=True)
 
 
