@@ -1,9 +1,9 @@
 """What a decision says of two configurations that are one and the same, and of two of which one takes a tenth longer.
 
-    python benchmarks/noise.py [--sweeps 20]
+    python benchmarks/noise.py [--sweeps 20] [--only same|slower] [--window long] [--repeats 5]
 
-Targets: "no difference" in 19 of 20 sweeps of the first kind; the slower one found in the second. Each sweep has three
-repeats, interleaved; the two configurations differ in a bucket size that holds all gradients either way.
+Targets: "no difference" in 19 of 20 sweeps of the first kind; the slower one found in the second. Repeats are interleaved; the
+two configurations differ in a bucket size that holds all gradients either way.
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ REPO = Path(__file__).resolve().parent.parent
 WIDTH, ROWS = 192, 512
 
 
-def verdict(root: Path, slow: bool) -> tuple[str, float]:
+STEPS = {"default": 40, "long": 260}
+"""As many as a window has room for."""
+
+
+def verdict(root: Path, slow: bool, window: str, repeats: int) -> tuple[str, float]:
     """(the decision's verdict on 26 against 25 MiB, how much longer it says 26 takes)."""
     subprocess.run(
         [
             sys.executable, "-m", "distbench", "-m", "strategy=ddp", "strategy.bucket_cap_mb=25,26",
             "model=custom", "model._target_=benchmarks.slowed.model", f"+model.kwargs={{width: {WIDTH}, slow: {slow}}}",
             f"model.input_shape=[{WIDTH}]", f"model.target_shape=[{WIDTH}]", f"global_batch={ROWS}",
-            "sweep.repeats=3", "sweep.order=interleaved", "window.track=false", "gate.fp64_reference=false",
+            f"sweep.repeats={repeats}", "sweep.order=interleaved", f"window={window}", f"steps={STEPS[window]}",
+            "window.track=false", "gate.fp64_reference=false",
             "checkpoint=off", f"output_dir={root}",
         ],
         cwd=REPO, check=True, capture_output=True,
@@ -46,8 +51,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--sweeps", type=int, default=20)
     parser.add_argument("--only", choices=("same", "slower"))
+    parser.add_argument("--window", choices=STEPS, default="default")
+    parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
-    print(f"\n{options.sweeps} sweeps of two configurations x three repeats, two ranks    target: 19 of 20")
+    print(
+        f"\n{options.sweeps} sweeps of two configurations x {options.repeats} repeats, window={options.window}, two ranks"
+        "    target: 19 of 20"
+    )
     for slow, what, wanted in ((False, "the same", "no difference"), (True, "a tenth slower", "slower")):
         if options.only not in (None, "slower" if slow else "same"):
             continue
@@ -55,7 +65,7 @@ def main() -> None:
         ratios = []
         for _ in range(options.sweeps):
             with tempfile.TemporaryDirectory() as root:
-                word, ratio = verdict(Path(root), slow)
+                word, ratio = verdict(Path(root), slow, options.window, options.repeats)
             said[word] += 1
             ratios.append(ratio)
         ratios.sort()
