@@ -2,8 +2,8 @@
 
     python benchmarks/noise.py [--sweeps 20] [--only same|slower] [--window long] [--repeats 5]
 
-Targets: "no difference" in 19 of 20 sweeps of the first kind; the slower one found in the second. Repeats are interleaved; the
-two configurations differ in a bucket size that holds all gradients either way.
+Targets: "no difference" in 19 of 20 sweeps of the first kind; the slower one found in the second. Repeats are interleaved;
+the two configurations differ in a bucket size that holds all gradients either way.
 """
 
 from __future__ import annotations
