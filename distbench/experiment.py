@@ -240,6 +240,7 @@ def run_rank(
     Keeper(config, folder, trainer).run(until=config.steps, since=before)
     state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
     checkpoint = save_model(folder, trainer.step, state) if log and state is not None else None
+    del state  # a whole model, which would count as memory of the tracked steps
     window = window_sections(
         config, trainer, measured, reason, save=(lambda sections: folder.update_record(**sections)) if log else None
     )
@@ -254,7 +255,7 @@ def run_rank(
             dtypes=dtypes.seen,
             checkpoint=checkpoint,
         )
-    del trainer, state, measured  # a wrapper's collectives must not outlive the process group
+    del trainer, measured  # a wrapper's collectives must not outlive the process group
     world.leave()
     return Status.passed
 

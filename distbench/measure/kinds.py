@@ -32,6 +32,10 @@ SCOPES = (
 )
 """Marked parts of a step, by how their names begin: what is made in one, and not known otherwise, is of this kind. Of
 nested ones the innermost counts."""
+ORDER = (
+    *("parameters", "gathered_parameters", "gradients", "optimizer_state", "activations", "buffers", "communication"),
+    "other",
+)
 TRIES = 3
 """Steps looked at: one of Gloo's threads may free a block without an event, and the step that misses least counts."""
 
@@ -101,7 +105,7 @@ def _one_step(trainer: Trainer) -> tuple[int, dict[str, int]]:
     for block in blocks:
         if block.lives(peak):
             kinds[block.kind or kind_of(block, seen, optimizing)] += block.size
-    return missed, {kind: size for kind, size in kinds.items() if size}
+    return missed, {kind: kinds[kind] for kind in ORDER if kinds[kind]}
 
 
 def _standing(trainer: Trainer) -> tuple[list[Block], dict[str, int]]:

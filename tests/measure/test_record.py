@@ -69,6 +69,13 @@ def test_a_timeline_lies_within_its_step(sweep: Finished) -> None:
             assert -0.001 < span["start"] < span["end"] < 60
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+def test_the_kinds_of_memory_add_up_to_the_peak(sweep: Finished, strategy: str) -> None:
+    """Also where the run has gathered the whole model for its checkpoint before."""
+    window = record(sweep, strategy, "default")[1]["window"]
+    assert sum(window["memory_by_kind"].values()) == pytest.approx(window["memory"]["peak_allocated"]["bytes"], rel=0.02)
+
+
 def test_traces_are_there_for_every_rank_and_window(sweep: Finished) -> None:
     run, _ = record(sweep, "fsdp2", "default")
     traces = sorted(path.name for path in (run / "traces").iterdir())
