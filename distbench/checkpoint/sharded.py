@@ -229,19 +229,15 @@ class Shards:
             self.files.append((file, keys))
         if not self.files:
             raise CheckpointError(f"{folder} has no shards: its manifest names none")
+        self._optimizer: dict[str, list[str]] = {}
+        for key in self.pieces:
+            if key.startswith("O/"):
+                _, kind, name = key.split("/", 2)
+                self._optimizer.setdefault(name, []).append(kind)
 
     def optimizer_keys(self, name: str) -> list[str]:
         """Which optimizer state there is of a parameter."""
-        return self._keys().get(name, [])
-
-    def _keys(self) -> dict[str, list[str]]:
-        if not hasattr(self, "_by_name"):
-            self._by_name: dict[str, list[str]] = {}
-            for key in self.pieces:
-                if key.startswith("O/"):
-                    _, kind, name = key.split("/", 2)
-                    self._by_name.setdefault(name, []).append(kind)
-        return self._by_name
+        return self._optimizer.get(name, [])
 
     def scalar(self, name: str) -> Tensor | None:
         """A tensor without dimensions, or None where it has some."""
@@ -250,26 +246,21 @@ class Shards:
 
     def read(self, name: str, start: int, numel: int, shape: tuple[int, ...]) -> Tensor:
         """Elements `start` to `start + numel` of the flattened tensor, flat. Raises CheckpointError where any is missing."""
-        found: Tensor | None = None
+        pieces = self.pieces.get(name, [])
+        if other := next((piece.shape for piece in pieces if piece.shape != shape), None):
+            raise CheckpointError(f"{self.folder}: {name} has shape {other}, the model's is {shape}")
+        if not pieces:
+            raise CheckpointError(f"{self.folder} has no {name}")
+        found = torch.empty(numel, dtype=pieces[0].file.get_slice(name)[:0].dtype)
         filled = 0
-        for piece in self.pieces.get(name, []):
-            if piece.shape != shape:
-                raise CheckpointError(f"{self.folder}: {name} has shape {piece.shape}, the model's is {shape}")
+        for piece in pieces:
             first, last = max(start, piece.start), min(start + numel, piece.start + piece.numel)
-            if first >= last and not (numel == 0 and found is None):
-                continue
-            values = (
-                piece.file.get_slice(name)[first - piece.start : max(last, first) - piece.start]
-                if first < last
-                else None
-            )
-            if found is None:
-                dtype = piece.file.get_slice(name)[:0].dtype
-                found = torch.empty(numel, dtype=dtype)
-            if values is not None:
-                found[first - start : last - start] = values
+            if first < last:
+                found[first - start : last - start] = piece.file.get_slice(name)[
+                    first - piece.start : last - piece.start
+                ]
                 filled += last - first
-        if found is None or filled != numel:
+        if filled != numel:
             raise CheckpointError(f"{self.folder}: {name} has {filled:,} of the {numel:,} elements that are needed")
         return found
 
