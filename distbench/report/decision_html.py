@@ -70,6 +70,7 @@ dl { display:grid; grid-template-columns:auto 1fr; gap:2px 14px; margin:6px 0 } 
     --k1:#57b5d8; --k2:#2f8f4e; --k3:#c9a227; --k4:#d9566a; --k5:#9a4a8f; --k6:#8a6a4f; --k7:#9aa1a9 }
   @page { size:A4 landscape; margin:12mm } body { max-width:none; padding:0; font-size:11px } table { font-size:9px }
   * { print-color-adjust:exact; -webkit-print-color-adjust:exact } svg,tr,details { break-inside:avoid }
+  h2 { break-after:avoid }
   td.n { font-size:9px; white-space:nowrap } .scroll { overflow:visible } td,th { white-space:normal; padding-right:6px } }
 """
 
