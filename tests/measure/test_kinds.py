@@ -75,7 +75,9 @@ def found(strategy: str, precision: str, ranks: int, torch_too: bool = False) ->
 )
 def test_the_sum_is_the_memory_trackers(strategy: str, precision: str, ranks: int) -> None:
     ours, torchs = found(strategy, precision, ranks, torch_too=True)
-    assert sum(ours.values()) == pytest.approx(torchs["Total"], abs=SLACK)
+    # fully_shard's gathers overlap, when they do, by one unit; MemTracker's step knows no overlap.
+    overlap = 4 * NUM_PARAMETERS // 3 if strategy.startswith("fsdp2") else 0
+    assert torchs["Total"] - SLACK <= sum(ours.values()) <= torchs["Total"] + overlap + SLACK
     assert ours["optimizer_state"] == torchs.get("Optstate", torchs.get("OptState"))
     gathered = ours.get("gathered_parameters", 0)
     assert ours["parameters"] + gathered == torchs.get("Parameter", 0) + torchs.get("Sharded Param", 0) + torchs.get(

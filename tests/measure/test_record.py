@@ -73,7 +73,10 @@ def test_a_timeline_lies_within_its_step(sweep: Finished) -> None:
 def test_the_kinds_of_memory_add_up_to_the_peak(sweep: Finished, strategy: str) -> None:
     """Also where the run has gathered the whole model for its checkpoint before."""
     window = record(sweep, strategy, "default")[1]["window"]
-    assert sum(window["memory_by_kind"].values()) == pytest.approx(window["memory"]["peak_allocated"]["bytes"], rel=0.02)
+    peak = window["memory"]["peak_allocated"]["bytes"]
+    unit = 4 * (9 * 6 * 6 + 8 * 6)  # what fully_shard gathers at once, and not in each step at the same moment
+    slack = 1.1 * unit if strategy == "fsdp2" else 0.02 * peak
+    assert sum(window["memory_by_kind"].values()) == pytest.approx(peak, abs=slack)
 
 
 def test_traces_are_there_for_every_rank_and_window(sweep: Finished) -> None:

@@ -144,10 +144,13 @@ def unsynced_spoiled(world: World, wanted: Config) -> dict[str, Any]:
     ("strategy", "ranks"), [("single", 1), ("ddp", 3), ("fsdp", 2), ("fsdp-flat", 3), ("fsdp2", 2), ("fsdp2-keep", 2)]
 )
 def test_the_tensor_peak_is_the_sum_of_its_kinds(strategy: str, ranks: int, precision: str) -> None:
-    """Which is the memory tracker's: test_kinds.py."""
+    """Which is the memory tracker's: test_kinds.py. How far fully_shard's gathers overlap is not the same in each step, so
+    there one unit's may be in the one figure and not in the other."""
     found = run_distributed(measured, ranks, config(strategy, precision=precision), {})[0]
     tracked = sum(found["memory_by_kind"].values())
-    assert found["memory"]["peak_allocated"]["bytes"] == pytest.approx(tracked, rel=0.01)
+    unit = (9 * 13 * 13 + 8 * 13) * (4 if precision == "fp32" else 2)
+    slack = 1.1 * unit if strategy.startswith("fsdp2") else 0.01 * tracked
+    assert found["memory"]["peak_allocated"]["bytes"] == pytest.approx(tracked, abs=slack)
 
 
 def test_a_slow_loader_is_data_wait_and_nothing_else() -> None:
