@@ -7,7 +7,8 @@ only the first:
 - *from run to run*, where cells are repeated: the spread of the repeats' medians, pooled over all candidates, because
   two or three repeats of one say little about it. Without any repeat it is assumed (`ASSUMED_BETWEEN`), and said so.
 
-The larger of both counts. Intervals are Student's, with as many degrees of freedom as the repeats leave.
+The larger of both counts. Where every candidate was run in every repeat, they are compared within repeats (`Blocks`).
+Intervals are Student's, with as many degrees of freedom as the repeats leave.
 """
 
 from __future__ import annotations
@@ -68,6 +69,42 @@ def _signed(percent: float) -> str:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Candidates compared repeat by repeat: what a repeat has in common (a machine that is slow for minutes) cancels out.
+
+    The randomised block design, without interaction: residuals of the medians' logarithms from the sum of a candidate's and
+    a repeat's effect (R. A. Fisher, The Design of Experiments, 1935, chapter IV).
+    """
+
+    errors: NDArray[np.float64]
+    """Standard errors of the candidates' means, without the repeats' common part."""
+    within: float
+    """Relative standard deviation within a repeat."""
+    degrees: int
+
+    @classmethod
+    def of(
+        cls, medians: Sequence[NDArray[np.float64]], steps: NDArray[np.float64], repeats: Sequence[Sequence[int]]
+    ) -> Blocks | None:
+        """`steps`: variance that a candidate's median has from its steps alone. None where a candidate lacks a repeat or
+        has one twice, or there is nothing to compare."""
+        numbers = {tuple(sorted(own)) for own in repeats}
+        if len(repeats) < 2 or len(numbers) != 1:
+            return None
+        (common,) = numbers
+        if len(common) < 2 or len(set(common)) < len(common):
+            return None
+        table = np.array([own[np.argsort(number)] for own, number in zip(medians, repeats, strict=True)])
+        residuals = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0, keepdims=True) + table.mean()
+        rows, columns = table.shape
+        degrees = (rows - 1) * (columns - 1)
+        own = np.square(residuals).sum(axis=1) * rows / degrees
+        pooled = float(own.mean())
+        variance = np.maximum(np.maximum(pooled, own), steps) / columns
+        return cls(np.sqrt(variance), math.sqrt(pooled), degrees)
+
+
+@dataclass(frozen=True)
 class StepTimes:
     """The step times of candidates, and what may be said of their differences."""
 
@@ -79,10 +116,12 @@ class StepTimes:
     """Relative standard deviation from run to run."""
     degrees: float
     """Degrees of freedom of `between`; infinite where it is assumed."""
+    blocks: Blocks | None = None
+    """Where every candidate was run in every repeat."""
 
     @classmethod
-    def of(cls, candidates: Sequence[Sequence[Windows]]) -> StepTimes:
-        """From each candidate's runs; every run has at least one positive step time."""
+    def of(cls, candidates: Sequence[Sequence[Windows]], repeats: Sequence[Sequence[int]] = ()) -> StepTimes:
+        """From each candidate's runs; every run has at least one positive step time. `repeats`: each run's number."""
         runs = [run for candidate in candidates for run in candidate]
         medians, within = log_medians(runs)
         counts = np.array([len(candidate) for candidate in candidates])
@@ -98,19 +137,26 @@ class StepTimes:
         own = squares / np.maximum(counts - 1, 1)
         # A repeat's median already has the noise of its steps in it, so the variances are alternatives, not summands.
         variance = np.maximum(np.maximum(pooled, own), steps) / counts
-        return cls(means, np.sqrt(variance), math.sqrt(pooled), degrees)
+        blocks = Blocks.of([medians[part] for part in by_candidate], steps, repeats)
+        return cls(means, np.sqrt(variance), math.sqrt(pooled), degrees, blocks)
 
     @property
     def assumed(self) -> bool:
         return math.isinf(self.degrees)
 
     def quantile(self, comparisons: int = 1) -> float:
-        """Standard errors either side, so that all of so many comparisons hold together."""
-        return student_quantile(LEVEL / max(1, comparisons), self.degrees)
+        """Of `contrasts`: standard errors either side, so that all of so many comparisons hold together."""
+        degrees = self.degrees if self.blocks is None else self.blocks.degrees
+        return student_quantile(LEVEL / max(1, comparisons), degrees)
+
+    @property
+    def contrasts(self) -> NDArray[np.float64]:
+        """Standard errors that a difference of two candidates is made of."""
+        return self.errors if self.blocks is None else self.blocks.errors
 
     def median(self, index: int) -> tuple[float, float, float]:
         """(median, low, high) of one candidate's step time in s, 95 %."""
-        reach = self.quantile() * self.errors[index]
+        reach = student_quantile(LEVEL, self.degrees) * self.errors[index]
         value = self.log_medians[index]
         return math.exp(value), math.exp(value - reach), math.exp(value + reach)
 
@@ -119,7 +165,7 @@ class StepTimes:
         value = float(self.log_medians[index] - self.log_medians[reference])
         if index == reference:
             return Ratio(1.0, 1.0, 1.0)
-        reach = self.quantile(comparisons) * math.hypot(self.errors[index], self.errors[reference])
+        reach = self.quantile(comparisons) * math.hypot(self.contrasts[index], self.contrasts[reference])
         return Ratio(math.exp(value), math.exp(value - reach), math.exp(value + reach))
 
 

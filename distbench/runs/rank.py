@@ -125,7 +125,10 @@ def rank(paths: Iterable[str | Path], decide: Decide | None = None, group: int |
     if not candidates:
         ranking.why = _why_none(unranked)
         return ranking
-    ranking.times = StepTimes.of([[run.windows for run in candidate.runs] for candidate in candidates])
+    ranking.times = StepTimes.of(
+        [[run.windows for run in candidate.runs] for candidate in candidates],
+        [[run.repeat for run in candidate.runs] for candidate in candidates],
+    )
     _Decision(ranking, ranking.times).make()
     return ranking
 
@@ -284,7 +287,7 @@ class _Decision:
         known = [i for i, candidate in enumerate(self.candidates) if self._memory(candidate).value is not None]
         if not known:
             return
-        logs, squares = self.times.log_medians[known], np.square(self.times.errors[known])
+        logs, squares = self.times.log_medians[known], np.square(self.times.contrasts[known])
         high = np.array([self.candidates[i].memory.value for i in known], dtype=np.float64)
         low = np.array([self.candidates[i].memory_low for i in known], dtype=np.float64)
         quantile = self.times.quantile(self.comparisons)
@@ -415,6 +418,11 @@ class _Decision:
             notes.append(
                 f"step times vary by {100 * times.between:.1f} % from run to run (standard deviation, {repeats} runs of "
                 f"{len(self.candidates)} candidates)"
+                + (
+                    f"; within a repeat, where they are compared, by {100 * times.blocks.within:.1f} %"
+                    if times.blocks
+                    else ""
+                )
             )
         meters = Counter(str(c.runs[0].step_time.meter) for c in self.candidates)
         if len(meters) > 1:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from distbench.runs.noise import ASSUMED_BETWEEN, Ratio, StepTimes, log_medians, student_inside, student_quantile
+from distbench.runs.noise import ASSUMED_BETWEEN, LEVEL, Ratio, StepTimes, log_medians, student_inside, student_quantile
 from tests.runs.noisy import Noise, simulate
 
 SWEEPS = 200
@@ -123,3 +123,37 @@ def test_students_quantiles(level: float, degrees: float, expected: float) -> No
 )
 def test_how_it_is_said(ratio: Ratio, text: str) -> None:
     assert str(ratio) == text
+
+
+def drifting(random: np.random.Generator, ratio: float, repeats: int) -> list[list[tuple[np.ndarray, ...]]]:
+    """Two candidates on a machine that is 15 % faster or slower in each repeat, and differs by 1.5 % within one."""
+    drift = random.normal(0, 0.15, repeats)
+    return [
+        [(np.array([0.02 * factor * math.exp(slow + random.normal(0, 0.015))]),) for slow in drift]
+        for factor in (1.0, ratio)
+    ]
+
+
+@pytest.mark.parametrize("repeats", [3, 5])
+def test_what_a_repeat_has_in_common_cancels_out(repeats: int) -> None:
+    random, trials = np.random.default_rng(0), 400
+    numbers = [list(range(1, repeats + 1))] * 2
+
+    def found(ratio: float, blocked: bool) -> float:
+        times = [StepTimes.of(drifting(random, ratio, repeats), numbers if blocked else ()) for _ in range(trials)]
+        return sum(t.ratio(1, 0).verdict != "no difference" for t in times) / trials
+
+    assert found(1.0, blocked=True) <= LEVEL + 3 * math.sqrt(LEVEL * (1 - LEVEL) / trials)
+    assert found(1.1, blocked=True) > 0.8 > 0.3 > found(1.1, blocked=False)
+
+
+def test_repeats_are_compared_only_where_all_have_all_of_them() -> None:
+    random = np.random.default_rng(0)
+    two = drifting(random, 1.0, 3)
+    assert StepTimes.of(two, [[1, 2, 3], [3, 1, 2]]).blocks is not None
+    for numbers in ([[1, 2, 3], [1, 2, 4]], [[1, 1, 1], [1, 1, 1]], [], [[1, 2, 2], [1, 2, 2]]):
+        assert StepTimes.of(two, numbers).blocks is None
+    shuffled = [two[0], [two[1][2], two[1][0], two[1][1]]]
+    assert StepTimes.of(shuffled, [[1, 2, 3], [3, 1, 2]]).ratio(1, 0) == StepTimes.of(two, [[1, 2, 3]] * 2).ratio(1, 0)
+    absolute = StepTimes.of(two, [[1, 2, 3]] * 2).median(0)
+    assert absolute == StepTimes.of(two).median(0), "a step time itself has all of the noise"
