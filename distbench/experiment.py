@@ -50,26 +50,26 @@ class Outcome:
 
 def run(config: Config, folder: RunFolder) -> Outcome:
     """Run one validated config in a fresh folder: baseline, ranks, and what became of it."""
+    from distbench.checkpoint.manifest import step_of
+    from distbench.checkpoint.resuming import resumed_sections
     from distbench.launching import joined, local
     from distbench.preflight import preflight
     from distbench.report.console import print_run, relative, say_how_to_resume
 
+    start = starting_point(config)
     if joined_world() is None:
         local.check_port(config)
     if joined_world() is None or config.gate.enabled:
         local.warm_up()
     try:
         config, model, notes = preflight(config)
+        if config.resume is None or start is None:
+            sections = first_sections(config, folder, notes)
+        else:
+            sections = resumed_sections(config, folder, step_of(start))
     except DistbenchError:
         local.cool_down()
         raise
-    start = starting_point(config, folder)
-    if config.resume is None:
-        sections = first_sections(config, folder, notes)
-    else:
-        from distbench.checkpoint.resuming import resumed_sections
-
-        sections = resumed_sections(config, folder)
     folder.write_resolved(to_container(config))
     folder.update_record(**sections)
     if start is not None:
@@ -211,7 +211,7 @@ def run_rank(
         blocks = getattr(config.model, "block_classes", [])
         trainer.observers.append(Statistics(every, blocks, trainer, log.write if log else None))
 
-    start = starting_point(config, folder)
+    start = starting_point(config)
     observers, before = trainer.observers, trainer.step
     if start is not None:
         trainer.observers = [dtypes]  # the steps before are not the run's
@@ -260,7 +260,7 @@ def run_rank(
     return Status.passed
 
 
-def starting_point(config: Config, folder: RunFolder) -> Path | None:
+def starting_point(config: Config) -> Path | None:
     """The checkpoint that a run goes on from, or None where it starts anew. Raises ConfigError."""
     from distbench.checkpoint.manifest import step_of
     from distbench.checkpoint.resuming import checkpoint_of

@@ -25,7 +25,6 @@ def main(argv: list[str]) -> int:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from distbench.checkpoint.resuming import checkpoint_of
     from distbench.experiment import run
 
     words = [word for word in argv if not word.startswith(KEY)]
@@ -40,7 +39,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError("resume= is given twice; runs are resumed one at a time")
     if not (path / "record.json").is_file():
         raise ConfigError(f"resume={path} is no run folder: it has no record.json")
-    checkpoint_of(path, "resume")
     try:
         stored = OmegaConf.create(read_record(path)["config"])
         changed = OmegaConf.merge(stored, OmegaConf.from_dotlist(words))

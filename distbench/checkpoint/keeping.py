@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from distbench.checkpoint.manifest import MANIFEST, complete, step_of
 from distbench.checkpoint.save import NAME
-from distbench.checkpoint.sharded import save_shards
+from distbench.checkpoint.sharded import STATE, save_shards
 from distbench.config import Config, OnError, to_container
 from distbench.errors import CheckpointError
 from distbench.runs.files import write_atomic
@@ -74,7 +74,7 @@ class Keeper:
             # Not complete any more from here on, whatever happens.
             (path / MANIFEST).unlink()
             if (path / NAME).exists():
-                for file in (*path.glob("rank_*.safetensors"), path / "train_state.json"):
+                for file in (*path.glob("rank_*.safetensors"), path / STATE):
                     file.unlink(missing_ok=True)
             else:
                 shutil.rmtree(path)

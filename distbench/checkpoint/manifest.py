@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import xxhash
 
 from distbench.errors import CheckpointError
+from distbench.runs.files import write_json
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
@@ -57,11 +57,7 @@ class Entry:
 
 def write_manifest(folder: Path, entries: list[Entry]) -> None:
     """The last file to be written into a folder that nobody knows yet."""
-    file = folder / MANIFEST
-    with file.open("w") as handle:
-        json.dump({"schema": SCHEMA, "files": [asdict(entry) for entry in entries]}, handle, indent=2)
-        handle.flush()
-        os.fsync(handle.fileno())
+    write_json(folder / MANIFEST, {"schema": SCHEMA, "files": [asdict(entry) for entry in entries]})
 
 
 def read_manifest(folder: Path) -> list[Entry]:

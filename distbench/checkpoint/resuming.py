@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from distbench.checkpoint.manifest import complete, step_of
+from distbench.checkpoint.manifest import MANIFEST, complete
 from distbench.config import Config, digest, effective, to_container, world_size
 from distbench.errors import ConfigError
 from distbench.runs.environment import launch_command
@@ -28,23 +28,19 @@ def checkpoint_of(path: Path, what: str) -> Path:
     """
     if not path.is_dir():
         raise ConfigError(f"{what}={path}: no such folder")
-    for folder, inside in ((path, False), (path / "checkpoints", True)):
-        found = complete(folder)
-        if found:
-            return found[-1]
-        if not inside and (path / "manifest.json").is_file():
-            return path
+    if (path / MANIFEST).is_file():
+        return path
+    if found := complete(path) or complete(path / "checkpoints"):
+        return found[-1]
     raise ConfigError(f"{what}={path}: there is no complete checkpoint; checkpoint.every=N writes one every N steps")
 
 
-def resumed_sections(config: Config, folder: RunFolder) -> dict[str, Any]:
-    """The record's sections that a resume changes, and everything after the checkpoint forgotten.
+def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, Any]:
+    """The record's sections that a resume changes, and everything after `step`, its checkpoint's, forgotten.
 
     Raises ConfigError where the run is still going, is done, or was of another experiment.
     """
     record = read_record(folder.path)
-    checkpoint = checkpoint_of(folder.path, "resume")
-    step = step_of(checkpoint)
     _refuse_running(record, folder)
     differing = _differing(to_container(config), record.get("config") or {})
     if differing:

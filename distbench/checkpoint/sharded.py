@@ -21,12 +21,13 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from distbench.checkpoint.manifest import Entry, read_manifest, read_small, write_manifest
 from distbench.errors import CheckpointError
 from distbench.numerics.buffers import set_buffers
 from distbench.numerics.state import plain_attributes, set_schedule
+from distbench.runs.files import write_json
 from distbench.strategies.slots import Slot
 from distbench.trainer import Trainer
 
@@ -81,12 +82,12 @@ def save_shards(trainer: Trainer, checkpoints: Path, facts: dict[str, Any]) -> P
     return final
 
 
-def _agree(trainer: Trainer, problem: str | None, temporary: Path) -> None:
-    """Go on together, or give up together."""
+def _agree(trainer: Trainer, problem: str | None, temporary: Path | None = None) -> None:
+    """Go on together, or give up together, and leave nothing half-written."""
     found = next((share for share in trainer.world.gather(problem) if share), None)
     if found is None:
         return
-    if trainer.world.rank == 0:
+    if trainer.world.rank == 0 and temporary is not None:
         shutil.rmtree(temporary, ignore_errors=True)
     raise CheckpointError(found)
 
@@ -152,14 +153,19 @@ def _random_state() -> dict[str, Tensor]:
 
 def _rank_state(trainer: Trainer) -> dict[str, Any]:
     """What a rank keeps outside of tensors."""
-    canonical = trainer.strategy.canonical_name
-    names = {id(module): canonical(f"{name}.").rstrip(".") for name, module in trainer.module.named_modules()}
+    names = {id(module): name for name, module in _modules(trainer).items()}
     algorithm, keys, *rest = np.random.get_state(legacy=True)
     return {
-        "attributes": {names[id(m)]: values for m, values in plain_attributes(trainer.module) if values},
+        "attributes": {names[id(m)]: values for m, values in plain_attributes(trainer.module) if id(m) in names},
         "python_random": random.getstate(),
         "numpy_random": [algorithm, np.asarray(keys).tolist(), *rest],
     }
+
+
+def _modules(trainer: Trainer) -> dict[str, nn.Module]:
+    """By the plain model's names; of a wrapper and what it wraps, the wrapped."""
+    canonical = trainer.strategy.canonical_name
+    return {canonical(f"{name}.").rstrip("."): module for name, module in trainer.module.named_modules()}
 
 
 def _write_state(trainer: Trainer, folder: Path, facts: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
@@ -171,18 +177,11 @@ def _write_state(trainer: Trainer, folder: Path, facts: dict[str, Any], ranks: l
         "updates": trainer.schedule.last_epoch,
         "scaler": {"scale": trainer.scaler.scale, "good_steps": trainer.scaler.good_steps},
         "optimizer": type(trainer.optimizer).__name__,
-        "parameters": {
-            slot.name: [list(slot.shape), str(slot.parameter.dtype).removeprefix("torch.")]
-            for slot in trainer.strategy.slots(trainer.module)
-        },
+        "parameters": _parameters(trainer),
         **facts,
         "ranks": ranks,
     }
-    file = folder / STATE
-    with file.open("w") as handle:
-        json.dump(tree, handle)
-        handle.flush()
-        os.fsync(handle.fileno())
+    write_json(folder / STATE, tree)
 
 
 def _sync(folder: Path) -> None:
@@ -300,8 +299,7 @@ def load_shards(trainer: Trainer, folder: Path) -> None:
         _check_fits(trainer, state, folder)
     except CheckpointError as error:
         problem = str(error)
-    if problem := next((share for share in world.gather(problem) if share), None):
-        raise CheckpointError(problem)
+    _agree(trainer, problem)
     trainer.optimizer.zero_grad(set_to_none=True)
     with ExitStack() as stack:
         shards = Shards(folder, stack)
@@ -344,8 +342,7 @@ def _load_optimizer(trainer: Trainer, slot: Slot, shards: Shards) -> None:
 
 
 def _load_rank(trainer: Trainer, own: dict[str, Any], generators: dict[str, Tensor]) -> None:
-    canonical = trainer.strategy.canonical_name
-    modules = {canonical(f"{name}.").rstrip("."): module for name, module in trainer.module.named_modules()}
+    modules = _modules(trainer)
     for name, values in own["attributes"].items():
         if name in modules:
             vars(modules[name]).update(values)
@@ -359,11 +356,7 @@ def _load_rank(trainer: Trainer, own: dict[str, Any], generators: dict[str, Tens
 
 
 def _check_fits(trainer: Trainer, state: dict[str, Any], folder: Path) -> None:
-    here = {
-        slot.name: [list(slot.shape), str(slot.parameter.dtype).removeprefix("torch.")]
-        for slot in trainer.strategy.slots(trainer.module)
-    }
-    there = state["parameters"]
+    here, there = _parameters(trainer), state["parameters"]
     differing = [
         f"{name} is {_parameter(there.get(name))}, the model's is {_parameter(here.get(name))}"
         for name in sorted(here.keys() | there.keys())
@@ -375,6 +368,14 @@ def _check_fits(trainer: Trainer, state: dict[str, Any], folder: Path) -> None:
     optimizer = type(trainer.optimizer).__name__
     if state["optimizer"] != optimizer:
         raise CheckpointError(f"{folder} has the state of {state['optimizer']}, the run's optimizer is {optimizer}")
+
+
+def _parameters(trainer: Trainer) -> dict[str, list[Any]]:
+    """Name -> whole shape and dtype."""
+    return {
+        slot.name: [list(slot.shape), str(slot.parameter.dtype).removeprefix("torch.")]
+        for slot in trainer.strategy.slots(trainer.module)
+    }
 
 
 def _parameter(row: Any) -> str:

@@ -30,21 +30,21 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
+def done(root: Path, steps: int) -> Path:
+    ended = distbench(*RUN, f"steps={steps}", "hydra.run.dir=run", cwd=root)
+    assert ended.code == OK, ended.said
+    return root / "run"
+
+
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps that nobody interrupted."""
-    root = tmp_path_factory.mktemp("straight")
-    done = distbench(*RUN, "steps=8", "hydra.run.dir=run", cwd=root)
-    assert done.code == OK, done.said
-    return root / "run"
+    return done(tmp_path_factory.mktemp("straight"), 8)
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("half")
-    done = distbench(*RUN, "steps=4", "hydra.run.dir=run", cwd=root)
-    assert done.code == OK, done.said
-    return root / "run"
+    return done(tmp_path_factory.mktemp("half"), 4)
 
 
 def copied(half: Path, root: Path) -> Path:
