@@ -30,6 +30,9 @@ LEVEL = 0.05
 """How often a difference may be seen where there is none."""
 ASSUMED_BETWEEN = 0.03
 """Relative standard deviation from run to run where no run was repeated: what a shared machine does, not a measurement."""
+FOUND = 0.8
+"""How often a difference is to be found that a sweep is said to be able to find: four times in five."""
+MAX_REPEATS = 1000
 DRAWS = 200
 """Bootstrap draws a run: only their variance is used. Fewer, down to 50, where there are thousands of runs."""
 CHUNK = 1 << 21
@@ -116,6 +119,8 @@ class StepTimes:
     """Relative standard deviation from run to run."""
     degrees: float
     """Degrees of freedom of `between`; infinite where it is assumed."""
+    repeats: float
+    """Of a candidate, on average."""
     blocks: Blocks | None = None
     """Where every candidate was run in every repeat."""
 
@@ -132,13 +137,13 @@ class StepTimes:
         degrees = int((counts - 1).sum())
         steps = np.array([within[part].mean() for part in by_candidate])
         if degrees == 0:
-            return cls(means, np.sqrt(steps + ASSUMED_BETWEEN**2), ASSUMED_BETWEEN, math.inf)
+            return cls(means, np.sqrt(steps + ASSUMED_BETWEEN**2), ASSUMED_BETWEEN, math.inf, 1.0)
         pooled = float(squares.sum()) / degrees
         own = squares / np.maximum(counts - 1, 1)
         # A repeat's median already has the noise of its steps in it, so the variances are alternatives, not summands.
         variance = np.maximum(np.maximum(pooled, own), steps) / counts
         blocks = Blocks.of([medians[part] for part in by_candidate], steps, repeats)
-        return cls(means, np.sqrt(variance), math.sqrt(pooled), degrees, blocks)
+        return cls(means, np.sqrt(variance), math.sqrt(pooled), degrees, float(counts.mean()), blocks)
 
     @property
     def assumed(self) -> bool:
@@ -154,11 +159,30 @@ class StepTimes:
         """Standard errors that a difference of two candidates is made of."""
         return self.errors if self.blocks is None else self.blocks.errors
 
+    def resolution(self, comparisons: int = 1) -> float:
+        """The ratio of two step times that such a sweep finds in four of five cases (`FOUND`)."""
+        degrees = self.degrees if self.blocks is None else self.blocks.degrees
+        return _exp(_reach(degrees, comparisons) * self._typical_error * math.sqrt(2))
+
+    def repeats_to_find(self, ratio: float, comparisons: int = 1) -> int | None:
+        """Of every candidate, with this noise, for `resolution` to be `ratio`. None: not with any number worth naming."""
+        rows = len(self.errors)
+        one = self._typical_error * math.sqrt(self.repeats * 2)
+        degrees = (lambda n: (rows - 1) * (n - 1)) if self.blocks is not None else (lambda n: rows * (n - 1))
+        numbers = range(2, MAX_REPEATS)
+        return next(
+            (n for n in numbers if _reach(degrees(n), comparisons) * one / math.sqrt(n) <= math.log(ratio)), None
+        )
+
+    @property
+    def _typical_error(self) -> float:
+        return math.sqrt(float(np.square(self.contrasts).mean()))
+
     def median(self, index: int) -> tuple[float, float, float]:
         """(median, low, high) of one candidate's step time in s, 95 %."""
         reach = student_quantile(LEVEL, self.degrees) * self.errors[index]
         value = self.log_medians[index]
-        return math.exp(value), math.exp(value - reach), math.exp(value + reach)
+        return _exp(value), _exp(value - reach), _exp(value + reach)
 
     def ratio(self, index: int, reference: int, comparisons: int = 1) -> Ratio:
         """How much longer candidate `index` takes than `reference`."""
@@ -166,7 +190,7 @@ class StepTimes:
         if index == reference:
             return Ratio(1.0, 1.0, 1.0)
         reach = self.quantile(comparisons) * math.hypot(self.contrasts[index], self.contrasts[reference])
-        return Ratio(math.exp(value), math.exp(value - reach), math.exp(value + reach))
+        return Ratio(_exp(value), _exp(value - reach), _exp(value + reach))
 
 
 def log_medians(runs: Sequence[Windows]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -206,6 +230,16 @@ def _draws(shape: tuple[int, ...], draws: int) -> NDArray[np.int64]:
     lengths = np.array(shape)[windows]
     steps = (random.random((draws, len(shape), num_steps)) * lengths).astype(np.int64)
     return (starts[windows] + steps).reshape(draws, -1)
+
+
+def _reach(degrees: float, comparisons: int) -> float:
+    """Standard errors that a difference must have to be found in four of five cases, with so many comparisons made."""
+    return student_quantile(LEVEL / max(1, comparisons), degrees) + student_quantile(2 * (1 - FOUND), degrees)
+
+
+def _exp(value: float) -> float:
+    """Of any logarithm, as far as there are numbers: a few absurd step times must not end a ranking."""
+    return math.exp(max(-700.0, min(value, 700.0)))
 
 
 @cache

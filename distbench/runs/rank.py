@@ -28,6 +28,8 @@ SCHEMA = 1
 """Version of decision.json."""
 MEMORY_NOISE = 0.01
 """Peaks closer than this, relatively, are the same: allocators round, and which block is reused is chance."""
+WORTH_FINDING = 0.1
+"""Where a sweep is too noisy to find differences this large, it says how many repeats would."""
 SAME_ERROR = 1e-3
 """Precision errors closer than this, relatively, are the same."""
 GIB = 2**30
@@ -424,6 +426,8 @@ class _Decision:
                     else ""
                 )
             )
+        if len(self.candidates) > 1 and not times.assumed:
+            notes.append(self._resolution())
         meters = Counter(str(c.runs[0].step_time.meter) for c in self.candidates)
         if len(meters) > 1:
             notes.append(
@@ -434,6 +438,18 @@ class _Decision:
         )
         notes.extend(
             f"memory measured by {meter} ({count}) is not compared with {self.meter}" for meter, count in others.items()
+        )
+
+    def _resolution(self) -> str:
+        """What the sweep could have found, so that "no difference" is not read as "none there is"."""
+        smallest = self.times.resolution(self.comparisons) - 1
+        found = f"with that noise, a difference of {digits(100 * smallest)} % or more is found four times in five"
+        if smallest <= WORTH_FINDING:
+            return found
+        needed = self.times.repeats_to_find(1 + WORTH_FINDING, self.comparisons)
+        worth = f"{100 * WORTH_FINDING:g} %"
+        return f"{found}; for {worth}, " + (
+            f"sweep.repeats={needed}" if needed else "longer windows or a quieter machine"
         )
 
     def _sort(self) -> None:
@@ -518,6 +534,7 @@ def to_json(ranking: Ranking, root: Path | None = None) -> dict[str, Any]:
             "between_runs": times.between,
             "assumed": times.assumed,
             "degrees_of_freedom": None if times.assumed else times.degrees,
+            "resolution": None if times.assumed else times.resolution(max(1, len(ranking.candidates) - 1)),
             "memory": MEMORY_NOISE,
         },
         "group": None

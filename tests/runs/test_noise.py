@@ -157,3 +157,37 @@ def test_repeats_are_compared_only_where_all_have_all_of_them() -> None:
     assert StepTimes.of(shuffled, [[1, 2, 3], [3, 1, 2]]).ratio(1, 0) == StepTimes.of(two, [[1, 2, 3]] * 2).ratio(1, 0)
     absolute = StepTimes.of(two, [[1, 2, 3]] * 2).median(0)
     assert absolute == StepTimes.of(two).median(0), "a step time itself has all of the noise"
+
+
+@pytest.mark.parametrize("blocked", [True, False], ids=["repeat by repeat", "all together"])
+def test_what_a_sweep_is_said_to_find_it_finds(blocked: bool) -> None:
+    """Four times in five: `resolution` on average, and with as many repeats as `repeats_to_find` says."""
+    random, trials = np.random.default_rng(3), 300
+
+    def sweep(ratio: float, repeats: int) -> StepTimes:
+        runs = [
+            [(np.array([0.02 * factor * math.exp(random.normal(0, 0.06))]),) for _ in range(repeats)]
+            for factor in (1.0, ratio)
+        ]
+        return StepTimes.of(runs, [list(range(repeats))] * 2 if blocked else ())
+
+    needed = sweep(1.0, 100).repeats_to_find(1.1)
+    assert needed is not None and 6 < needed < 11, (
+        "of 6 % a run, by hand: 2 (1.96 + 0.84)^2 (6 / 9.5)^2 = 6.3, and Student's"
+    )
+    found = [sweep(1.1, needed).ratio(1, 0).verdict == "slower" for _ in range(trials)]
+    assert 0.7 < sum(found) / trials < 0.9, "the larger of two spreads counts, so a little less than the 0.8"
+
+    resolutions = [sweep(1.0, needed).resolution() for _ in range(trials)]
+    assert 1.08 < float(np.median(resolutions)) < 1.13
+
+
+def test_no_number_of_repeats_that_is_worth_naming() -> None:
+    times = StepTimes.of([[(np.array([x]),) for x in (0.01, 0.1, 1.0)]] * 2)
+    assert times.repeats_to_find(1.0001) is None
+
+
+def test_absurd_step_times_have_absurd_intervals() -> None:
+    times = StepTimes.of([[(np.array([x]),) for x in (1e-300, 1.0, 1e300)]] * 2)
+    assert times.ratio(0, 1).verdict == "no difference" and math.isfinite(times.ratio(0, 1).high)
+    assert math.isfinite(times.median(0)[2]) and math.isfinite(times.resolution())
