@@ -133,6 +133,9 @@ def _run(argv: list[str]) -> int:
     if os.environ["RANK"] != "0":
         return joined.follow()
     code: int = ExitCode.USAGE
+    signal.signal(signal.SIGTERM, _interrupt)  # until it is a rank
+    if (folder := joined.folder_to_go_on_in()) is not None:
+        argv = [f"resume={folder}"]
     try:
         code = _compose_and_run(argv)
     finally:

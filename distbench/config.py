@@ -83,6 +83,17 @@ class OnError(Enum):
     stop = "stop"
 
 
+class OnNonfinite(Enum):
+    """What becomes of a step whose loss, or gradient where no loss scaler minds it, is not finite (docs/nonfinite.md)."""
+
+    stop = "stop"
+    """The run ends, and says where the number was made."""
+    skip = "skip"
+    """The optimizer does not take the step."""
+    record = "record"
+    """The step is taken as it is."""
+
+
 class Device(Enum):
     auto = "auto"
     cpu = "cpu"
@@ -367,8 +378,14 @@ class LocalLaunch:
     master_addr: str = "127.0.0.1"
     master_port: Union[int, str] = AUTO  # noqa: UP007
     threads_per_rank: Union[int, str] = AUTO  # noqa: UP007
-    timeout_s: float = 600.0
+    timeout_s: float = 1800.0
     """How long a collective may wait for a peer before the run is ended."""
+    stall_timeout_s: float | None = 600.0
+    """How long a rank may stay in one phase of one step before the run is ended as hung; None: as long as it likes."""
+    grace_s: float = 10.0
+    """How long the other ranks have to end once one has."""
+    max_restarts: int = 0
+    """How often a run whose ranks died is started again, from its newest complete checkpoint."""
 
 
 @dataclass
@@ -377,7 +394,8 @@ class TorchrunLaunch:
 
     name: str = "torchrun"
     threads_per_rank: Union[int, str] = AUTO  # noqa: UP007
-    timeout_s: float = 600.0
+    timeout_s: float = 1800.0
+    stall_timeout_s: float | None = 600.0
 
 
 @dataclass
@@ -442,6 +460,7 @@ class Config:
     accumulation: int = 1
     accumulation_sync: bool = False
     clip_norm: float | None = 1.0
+    on_nonfinite: OnNonfinite = OnNonfinite.stop
     deterministic: bool = True
     name: str | None = None
     output_dir: str = "outputs"
@@ -622,8 +641,8 @@ def effective(config: Config) -> dict[str, Any]:
         node[leaf] = "not applicable"
     for ignored in ("name", "output_dir", "logging", "decide", "sweep", "resume"):
         tree.pop(ignored)
-    for address in ("master_addr", "master_port"):
-        tree["launch"].pop(address, None)
+    for outside in ("master_addr", "master_port", "timeout_s", "stall_timeout_s", "grace_s", "max_restarts"):
+        tree["launch"].pop(outside, None)
     tree["world_size"] = world_size(config)
     return tree
 

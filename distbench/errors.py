@@ -62,6 +62,10 @@ class NonDeterministicStart(DistbenchError):
     """Ranks would start from different weights."""
 
 
+class NonFiniteError(DistbenchError):
+    """A step's loss or gradient is not finite, and the run is not to go on (`on_nonfinite=stop`)."""
+
+
 class TensorFileError(DistbenchError):
     """A tensor file, or a folder or index of them, is missing, damaged, truncated, or not what it should be."""
 

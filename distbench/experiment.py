@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from distbench import config as configuration
 from distbench.config import Config, batch_shape, joined_world, not_applicable, to_container, world_size
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
 
+    from distbench.launching.local import RanksFailed
+    from distbench.launching.worker import RankProcess
+    from distbench.launching.world import World
     from distbench.numerics.cache import BaselineEntry
 
 EXIT_CODES = {
@@ -78,18 +81,12 @@ def run(config: Config, folder: RunFolder) -> Outcome:
         print(f"    note: {note}", flush=True)
 
     try:
-        baseline = ready_baseline(config, model, folder)
         if joined_world() is not None:
-            joined.lead(config, folder, baseline)
+            joined.lead(config, folder, ready_baseline(config, model, folder))
         else:
-            try:
-                local.start_ranks(config, folder, baseline)
-            except local.RanksFailed:
-                if not discard_stale(folder, baseline):
-                    raise
-                local.start_ranks(config, folder, ready_baseline(config, model, folder))
+            start_ranks(config, model, folder)
     except local.RanksFailed as failed:
-        return report_failure(folder, failed.ranks)
+        return report_failure(folder, failed)
     except (local.Interrupted, KeyboardInterrupt):
         folder.update_record(status=Status.interrupted.value, reason="stopped by the user", finished=now())
         print(f"    interrupted: run folder {relative(folder.path)}", flush=True)
@@ -101,7 +98,10 @@ def run(config: Config, folder: RunFolder) -> Outcome:
         raise
 
     status = Status(read_record(folder.path)["status"])
-    if status in EXIT_CODES:
+    if status is Status.interrupted:
+        print(f"    interrupted: run folder {relative(folder.path)}", flush=True)
+        say_how_to_resume(folder.path)
+    elif status in EXIT_CODES:
         print_run(folder.path)
     return Outcome(status, EXIT_CODES.get(status, ExitCode.CRASHED))
 
@@ -123,6 +123,7 @@ def first_sections(config: Config, folder: RunFolder, notes: list[str]) -> dict[
         "seeds": asdict(config.seed),
         "warnings": notes,
         "resumes": [],
+        "restarts": [],
         **dict.fromkeys(RANKS_SECTIONS),
     }
 
@@ -137,6 +138,30 @@ def ready_baseline(config: Config, model: nn.Module | None, folder: RunFolder) -
     entry = ensure_baseline(config, model, folder, local_size)
     print(f"    baseline {Path(entry.path).name} {'reused' if entry.reused else 'computed'}", flush=True)
     return entry
+
+
+def start_ranks(config: Config, model: nn.Module | None, folder: RunFolder) -> None:
+    """Run this machine's ranks to their end, again after a stale baseline, and as often as `launch.max_restarts` says.
+    Raises as `local.start_ranks` does."""
+    from distbench.checkpoint.resuming import restarted
+    from distbench.launching import local
+
+    restarts, stale = 0, False
+    while True:
+        baseline = ready_baseline(config, model, folder)
+        try:
+            return local.start_ranks(config, folder, baseline)
+        except local.RanksFailed as failed:
+            if not stale and discard_stale(folder, baseline):
+                stale = True
+                continue
+            failure = explain_failure(folder, failed)
+            if restarts == config.launch.max_restarts or failure["user_error"]:
+                raise
+            restarts += 1
+            write_failure(folder, failure, failed.ranks)
+            print(f"    {failure['reason']}: restart {restarts} of {config.launch.max_restarts}", flush=True)
+            config = restarted(config, folder, failure["reason"])
 
 
 def discard_stale(folder: RunFolder, baseline: BaselineEntry | None) -> bool:
@@ -154,21 +179,35 @@ def discard_stale(folder: RunFolder, baseline: BaselineEntry | None) -> bool:
     return True
 
 
-def report_failure(folder: RunFolder, ranks: list[tuple[int, int]]) -> Outcome:
-    """Name the first failure, in the record and on the console."""
+def explain_failure(folder: RunFolder, failed: RanksFailed) -> dict[str, Any]:
+    """What happened first, where, and whom it took with it."""
     from distbench.launching.failure import root_failure
+
+    watch, num_ranks = failed.watch, read_record(folder.path)["batch"]["world_size"]
+    if watch is None:
+        return root_failure(folder, failed.ranks, num_ranks)
+    return root_failure(folder, failed.ranks, num_ranks, watch.last_beats, watch.stall, failed.out_of_memory)
+
+
+def report_failure(folder: RunFolder, failed: RanksFailed) -> Outcome:
+    """Name the first failure, in the record and on the console."""
     from distbench.report.console import print_failure
 
-    failure = root_failure(folder, ranks, read_record(folder.path)["batch"]["world_size"])
-    status = record_failure(folder, failure, ranks)
-    print_failure(folder.path, failure, ranks)
+    failure = explain_failure(folder, failed)
+    status = record_failure(folder, failure, failed.ranks)
+    print_failure(folder.path, failure)
     return Outcome(status, failure["exit_code"])
+
+
+def write_failure(folder: RunFolder, failure: dict[str, Any], ranks: list[tuple[int, int]]) -> None:
+    """`logs/failure.json`."""
+    write_json(folder.logs / "failure.json", {"first": failure, "exit_codes": {str(r): code for r, code in ranks}})
 
 
 def record_failure(folder: RunFolder, failure: dict[str, Any], ranks: list[tuple[int, int]]) -> Status:
     """Write `logs/failure.json` and the record's status and reason."""
     status = Status(failure["status"])
-    write_json(folder.logs / "failure.json", {"first": failure, "exit_codes": {str(r): code for r, code in ranks}})
+    write_failure(folder, failure, ranks)
     folder.update_record(status=status.value, reason=failure["reason"], finished=now())
     return status
 
@@ -181,28 +220,43 @@ def record_failure(folder: RunFolder, failure: dict[str, Any], ranks: list[tuple
 def run_rank(
     config: Config,
     folder: RunFolder,
-    console: TextIO,
+    process: RankProcess,
     baseline: BaselineEntry | None,
     store: dist.Store | None = None,
 ) -> Status:
     """One rank's part of one run, and what became of it. Rank 0 writes the shared files."""
-    from distbench.build import EffectiveDtypes, build_trainer, set_determinism
+    from distbench.build import set_determinism
+    from distbench.launching.world import World
+    from distbench.strategies import strategy_class
+
+    process.heartbeat.beat("joining")
+    needs_group = strategy_class(config.strategy.name).needs_group
+    world = World.join(configuration.resolve_device(config), config.launch.timeout_s, needs_group, store)
+    set_determinism(config, configuration.threads_per_rank(config, world.local_size))
+    status = pass_and_train(config, folder, process, baseline, world)
+    world.leave()  # all that was built is gone: a wrapper's collectives must not outlive the process group
+    return status
+
+
+def pass_and_train(
+    config: Config, folder: RunFolder, process: RankProcess, baseline: BaselineEntry | None, world: World
+) -> Status:
+    """Build, pass the gate, measure, train. A collective."""
+    from distbench.build import EffectiveDtypes, build_trainer
     from distbench.checkpoint.keeping import Keeper
     from distbench.checkpoint.save import save_model
     from distbench.checkpoint.sharded import load_shards
-    from distbench.launching.world import World
     from distbench.measure.measuring import measure_windows, window_sections
     from distbench.numerics.gating import pass_gate
     from distbench.runs.log import RunLog
     from distbench.runs.statistics import Statistics
-    from distbench.strategies import strategy_class
+    from distbench.trainer import Stopped
 
-    needs_group = strategy_class(config.strategy.name).needs_group
-    world = World.join(configuration.resolve_device(config), config.launch.timeout_s, needs_group, store)
-    set_determinism(config, configuration.threads_per_rank(config, world.local_size))
-
+    beat = process.heartbeat.beat
+    beat("building")
     trainer, facts = build_trainer(config, world)
-    log = RunLog(config, folder, console) if world.rank == 0 else None
+    trainer.beat, trainer.asked_to_stop = beat, process.asked_to_stop
+    log = RunLog(config, folder, process.console) if world.rank == 0 else None
     if log:
         folder.update_record(**facts)
     dtypes = EffectiveDtypes(trainer)
@@ -211,33 +265,39 @@ def run_rank(
         blocks = getattr(config.model, "block_classes", [])
         trainer.observers.append(Statistics(every, blocks, trainer, log.write if log else None))
 
-    start = starting_point(config)
-    observers, before = trainer.observers, trainer.step
-    if start is not None:
-        trainer.observers = [dtypes]  # the steps before are not the run's
-    if config.resume is not None:
-        trainer.run(until=1)  # wrappers settle, as they had in the run that goes on
-        gate = read_record(folder.path)["gate"]
-    else:
-        gate = pass_gate(config, baseline, trainer, dtypes, folder)
-    ranks = world.gather(world.describe())
-    topology = {"world_size": world.size, "backend": world.backend, "ranks": ranks}
-    if gate["passed"] is False:
+    def end(status: Status, **sections: Any) -> Status:
         if log:
-            log.finish(
-                status=Status.gate_failed.value, reason=gate["text"], gate=gate, topology=topology, dtypes=dtypes.seen
-            )
-        world.leave()
-        return Status.gate_failed
+            log.finish(status=status.value, dtypes=dtypes.seen, **sections)
+        return status
 
-    if log:
-        folder.update_record(gate=gate, topology=topology)  # whatever becomes of the run, this is known
-    if start is not None:
-        load_shards(trainer, start)
-        trainer.observers, before = observers, trainer.step
-    known = read_record(folder.path) if config.resume is not None else {}
-    measured, reason = measure_windows(config, trainer, folder) if known.get("window") is None else (None, None)
-    Keeper(config, folder, trainer).run(until=config.steps, since=before)
+    keeper, gate = Keeper(config, folder, trainer), None
+    try:
+        start = starting_point(config)
+        observers, before = trainer.observers, trainer.step
+        if start is not None:
+            trainer.observers = [dtypes]  # the steps before are not the run's
+        beat("gate")
+        if config.resume is not None:
+            trainer.run(until=1)  # wrappers settle, as they had in the run that goes on
+            gate = read_record(folder.path)["gate"]
+        else:
+            gate = pass_gate(config, baseline, trainer, dtypes, folder)
+        topology = {"world_size": world.size, "backend": world.backend, "ranks": world.gather(world.describe())}
+        if gate["passed"] is False:
+            return end(Status.gate_failed, reason=gate["text"], gate=gate, topology=topology)
+        if log:
+            folder.update_record(gate=gate, topology=topology)  # whatever becomes of the run, this is known
+        if start is not None:
+            load_shards(trainer, start)
+            trainer.observers, before = observers, trainer.step
+        known = read_record(folder.path) if config.resume is not None else {}
+        measured, reason = measure_windows(config, trainer, folder) if known.get("window") is None else (None, None)
+        keeper.run(until=config.steps, since=before)
+    except Stopped:
+        return end(Status.interrupted, reason=keeper.stopped(gate is not None))
+
+    trainer.asked_to_stop = lambda: False  # what is left is short
+    beat("writing")
     state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
     checkpoint = save_model(folder, trainer.step, state) if log and state is not None else None
     del state  # a whole model, which would count as memory of the tracked steps
@@ -246,18 +306,7 @@ def run_rank(
     )
     if known.get("window") is not None:
         window = {key: known[key] for key in ("window", "window_reason")}
-    if log:
-        log.finish(
-            status=Status.passed.value,
-            gate=gate,
-            **window,
-            topology=topology,
-            dtypes=dtypes.seen,
-            checkpoint=checkpoint,
-        )
-    del trainer, measured  # a wrapper's collectives must not outlive the process group
-    world.leave()
-    return Status.passed
+    return end(Status.passed, gate=gate, **window, topology=topology, checkpoint=checkpoint)
 
 
 def starting_point(config: Config) -> Path | None:

@@ -36,7 +36,7 @@ class StepMetrics:
     scale: float
     """Of the loss scaler, as used in this step; 1 without one."""
     skipped: bool
-    """Whether the scaler skipped the optimizer because a gradient was not finite."""
+    """Whether the optimizer took no step because a gradient, or the loss, was not finite."""
     samples: int
     tokens: int
     """Positions consumed by all ranks: samples x length of the input's first dimension."""
@@ -57,6 +57,10 @@ class Backward:
     count: int
     """What the global sum is divided by."""
     scale: float
+
+
+class Stopped(Exception):
+    """The run was asked to end early, and no further step begins."""
 
 
 class Observer:
@@ -88,8 +92,17 @@ class Trainer:
     seed: int = 0
     """Of dropout and everything else that forward draws."""
     observers: Iterable[Observer] = ()
+    refuses: Callable[[Trainer, list[Batch], Tensor, float, float], bool] = lambda *_: False
+    """Whether the optimizer must not take a step: by this rank's micro-batches and loss sum, and the global loss and gradient
+    norm. May raise, on all ranks alike."""
     span: Callable[[str], AbstractContextManager[Any]] = record_function
     """Marks a phase of the step by name: for profilers, and for the window."""
+    beat: Callable[[str, int | None], None] = lambda phase, step: None
+    """Told of each phase and the step it is in, for who must know where a rank was."""
+    asked_to_stop: Callable[[], bool] = lambda: False
+    """Whether this rank was told to end early."""
+    stopping: bool = False
+    """Whether any rank was: known to all after the same step."""
     step: int = 0
     """Optimizer steps done."""
 
@@ -101,24 +114,27 @@ class Trainer:
                 observer.on_step(metrics, self)
 
     def train_step(self) -> StepMetrics:
+        """Raises Stopped, on all ranks before the same step, once one was asked to end early."""
+        if self.stopping:
+            raise Stopped
         start = time.perf_counter()
-        with self.span("data"):
+        with self.phase("data"):
             batches = self.batches.micro_batches(self.step)
         data_seconds = time.perf_counter() - start
 
         scale, lr = self.scaler.scale, self.schedule.get_last_lr()[0]
-        with self.span("count"):
+        with self.phase("count"):
             count = self.loss.count(batches, self.world)
         self.optimizer.zero_grad(set_to_none=True)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for index, batch in enumerate(batches):
             sync = self.sync_each_micro_batch or index == len(batches) - 1
             with self.strategy.backward_sync(self.module, sync):
-                with self.span("forward"):
+                with self.phase("forward"):
                     loss = self.forward(batch)
                 # The one place that undoes the wrapper's averaging over ranks: the global gradient is the sum over all
                 # samples divided by the global count, whoever holds them.
-                with self.span("backward"):
+                with self.phase("backward"):
                     self.backward(loss, self.world.size / count * scale)
             loss_sum += loss.detach()
 
@@ -131,14 +147,15 @@ class Trainer:
                 observer.on_gradients(backward, self)
         watched = time.perf_counter() - watched
 
-        with self.span("optimizer"):
+        with self.phase("optimizer"):
             total_loss, norm = self.agree(loss_sum, gradients)
+            overflowed = self.scaler.enabled and not math.isfinite(norm)
+            skipped = self.refuses(self, batches, loss_sum, total_loss / count, norm) or overflowed
             clip = self.clip(gradients, norm)
-            skipped = self.scaler.enabled and not math.isfinite(norm)
             if not skipped:
                 self.optimizer.step()
                 self.schedule.step()
-            self.scaler.update(finite=not skipped)
+            self.scaler.update(finite=not overflowed)
         self.world.synchronize()
         self.step += 1
         samples = self.batches.shape.global_batch
@@ -156,6 +173,11 @@ class Trainer:
             step_seconds=time.perf_counter() - start - watched,
         )
 
+    def phase(self, name: str) -> AbstractContextManager[Any]:
+        """A part of the step, under its name."""
+        self.beat(name, self.step + 1)
+        return self.span(name)
+
     def forward(self, batch: Batch) -> Tensor:
         """The unnormalised loss of one micro-batch, from random state that its first sample's id decides."""
         seed_random_state(self.seed, batch)
@@ -166,13 +188,15 @@ class Trainer:
 
     def agree(self, loss_sum: Tensor, gradients: list[Tensor]) -> tuple[float, float]:
         """Global loss sum and gradient norm, in one small all-reduce, so that every rank reaches the same verdict on
-        non-finite gradients.
+        non-finite gradients, and on whether to go on.
 
         Each replica of a shard contributes its part of the square: summing whole replicas is a recurring clipping bug
         (pytorch/pytorch#88955).
         """
         square = squared_norm(gradients, self.world.device) / self.strategy.num_replicas
-        loss, total = self.world.sum(torch.stack([loss_sum, square])).tolist()
+        stop = torch.full_like(square, float(self.asked_to_stop()))
+        loss, total, stops = self.world.sum(torch.stack([loss_sum, square, stop])).tolist()
+        self.stopping = self.stopping or stops > 0
         return loss, math.sqrt(total) if math.isfinite(total) else total
 
     def clip(self, gradients: list[Tensor], norm: float) -> float:

@@ -276,8 +276,12 @@ def _validate_world(config: Config) -> None:
             f"launch.nproc={size} but {num_cuda_devices()} CUDA devices are visible, one per rank; set "
             f"launch.nproc={num_cuda_devices()} or device=cpu"
         )
-    if not config.launch.timeout_s > 0:
-        raise ConfigError(f"launch.timeout_s={config.launch.timeout_s} must be positive")
+    for key in ("timeout_s", "stall_timeout_s", "grace_s"):
+        seconds = getattr(config.launch, key, None)
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise ConfigError(f"launch.{key}={seconds} must be a positive number of seconds")
+    if (restarts := getattr(config.launch, "max_restarts", 0)) < 0:
+        raise ConfigError(f"launch.max_restarts={restarts} must be 0 or more")
     threads = config.launch.threads_per_rank
     if threads != AUTO and (not isinstance(threads, int) or threads < 1):
         raise ConfigError(f"launch.threads_per_rank={threads!r} must be at least 1 or auto")

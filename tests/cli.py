@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,11 @@ def start(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Command:
     return Command(sys.executable, "-m", "distbench", *words, cwd=cwd, env=env)
 
 
-def torchrun(*words: str, cwd: Path) -> Finished:
+def torchrun(*words: str, cwd: Path, options: Sequence[str] = ()) -> Finished:
     """`torchrun --nproc-per-node 2 -m distbench ...` in `cwd`, on a free port, to its end."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    return Command(*launcher, "-m", "distbench", *words, cwd=cwd).finish()
+    return start_torchrun(*words, cwd=cwd, options=options).finish()
+
+
+def start_torchrun(*words: str, cwd: Path, options: Sequence[str] = ()) -> Command:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *options]
+    return Command(*launcher, "-m", "distbench", *words, cwd=cwd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import signal
@@ -248,6 +249,52 @@ class KillsRank(Plain):
     def forward(self, x: Tensor) -> Tensor:
         if int(os.environ.get("RANK", 0)) == self.rank:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x)
+
+
+class GoesWrong(Plain):
+    """One rank does not come back from its `at`-th forward as it should; only once, where `once` names a file to say so."""
+
+    def __init__(self, how: str, at: int = 12, rank: int = 1, once: str | None = None) -> None:
+        super().__init__()
+        self.how, self.at, self.rank, self.once = how, at, rank, once
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += not x.is_meta
+        here = "RANK" in os.environ and int(os.environ["RANK"]) == self.rank and self.calls == self.at
+        if here and not (self.once and Path(self.once).exists()):
+            if self.once:
+                Path(self.once).touch()
+            self.go_wrong()
+        return super().forward(x)
+
+    def go_wrong(self) -> None:
+        if self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif self.how == "freeze":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.how == "sleep":
+            time.sleep(600)
+        elif self.how == "native":  # holds the interpreter, as a native library that waits for something does
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):  # nobody unlocks it
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        elif self.how == "exit":
+            os._exit(7)
+
+
+class Dawdles(Plain):
+    """Takes its time in every forward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.0 if x.is_meta else self.seconds)
         return super().forward(x)
 
 

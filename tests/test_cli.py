@@ -357,11 +357,14 @@ def test_an_interrupted_run_says_so_and_leaves_no_process(number: signal.Signals
     signs.mkdir()
     command = start("-m", "strategy=ddp,fsdp", *target("Waits", folder=signs), cwd=tmp_path)
     wait_for(command, [signs / "started0", signs / "started1"])
-    if number is signal.SIGINT:
-        command.signal(number)
-    else:
-        os.kill(command.process.pid, number)
+    for _ in range(2):  # once would be after the step, which takes ten minutes
+        if number is signal.SIGINT:
+            command.signal(number)
+        else:
+            os.kill(command.process.pid, number)
+        time.sleep(0.2)
     ended = command.finish()
+    assert ended.out.count("stopping after this step, with a checkpoint; once more: now") == 1
     assert ended.code == INTERRUPTED, ended.said
     assert "distbench: interrupted" in ended.err and "Traceback" not in ended.said
     record = ended.record

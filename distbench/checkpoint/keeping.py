@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from distbench.checkpoint.manifest import MANIFEST, complete, step_of
 from distbench.checkpoint.save import NAME
@@ -44,8 +45,23 @@ class Keeper:
         yield from ((step, True) for step in range((now // every + 1) * every, until, every))
         yield until, True
 
+    def stopped(self, passed: bool) -> str:
+        """Write a checkpoint of where the run was asked to stop, and say where that was. A collective.
+
+        `passed`: whether it has passed its gate; there is nothing to go on from before.
+        """
+        if not passed:
+            return "stopped as asked, before its gate was passed: start it again"
+        step = self.trainer.step
+        if self.options.every is None and not self.options.final:
+            return f"stopped as asked after step {step}, without a checkpoint: checkpoint=off"
+        if step_of_latest(self.folder.checkpoints) != step:
+            self.save()
+        return f"stopped as asked after step {step}"
+
     def save(self) -> None:
         """Write one, drop what need not be kept. A collective; raises CheckpointError with `on_error=stop`."""
+        self.trainer.beat("checkpoint", self.trainer.step)
         trainer, facts = self.trainer, {"config": to_container(self.config)}
         try:
             path = save_shards(trainer, self.folder.checkpoints, facts)
@@ -78,3 +94,9 @@ class Keeper:
                     file.unlink(missing_ok=True)
             else:
                 shutil.rmtree(path)
+
+
+def step_of_latest(checkpoints: Path) -> int | None:
+    """Of the newest complete checkpoint; None where there is none."""
+    found = complete(checkpoints)
+    return step_of(found[-1]) if found else None

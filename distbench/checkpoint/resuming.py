@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from distbench.checkpoint.manifest import MANIFEST, complete
+from distbench.checkpoint.manifest import MANIFEST, complete, step_of
 from distbench.config import Config, digest, effective, to_container, world_size
 from distbench.errors import ConfigError
+from distbench.launching.failure import put_aside
 from distbench.runs.environment import launch_command
 from distbench.runs.files import write_atomic
 from distbench.runs.folder import RunFolder, Status, now, read_record
@@ -53,6 +56,7 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
             f"resume={folder.path} ran on {ranks} ranks, now there are {world_size(config)}; a new run may start from it "
             f"with start_from={folder.path}"
         )
+    put_aside(folder)
     _forget_after(folder, step)
     resumes = [*(record.get("resumes") or []), {"step": step, "at": now(), "command": launch_command()}]
     return {
@@ -64,6 +68,24 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
         "effective": digest(effective(config)),
         "resumes": resumes,
     }
+
+
+def restarted(config: Config, folder: RunFolder, reason: str) -> Config:
+    """The config that a run whose ranks died goes on with, and its folder made ready: from its newest complete checkpoint,
+    or from the start where there is none."""
+    found = complete(folder.checkpoints)
+    step = step_of(found[-1]) if found else 0
+    record = read_record(folder.path)
+    sections: dict[str, Any] = {
+        "restarts": [*(record.get("restarts") or []), {"step": step, "at": now(), "reason": reason}]
+    }
+    _forget_after(folder, step)
+    if step == 0:
+        shutil.rmtree(folder.tensorboard, ignore_errors=True)
+        sections |= {"gate": None, "window": None, "window_reason": None}
+    folder.update_record(**sections)
+    put_aside(folder)
+    return replace(config, resume=str(folder.path) if found else None)
 
 
 def _refuse_running(record: Mapping[str, Any], folder: RunFolder) -> None:

@@ -15,10 +15,13 @@ import shutil
 import signal
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distbench.config import AUTO, Config, world_size
 from distbench.errors import ConfigError
+from distbench.launching.heartbeat import ranks_folder
+from distbench.launching.watch import Limits, Watch, keep_evidence, stall_limit
 from distbench.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -27,9 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)  # not frozen: context managers that an exception passes set its traceback
 class RanksFailed(Exception):
-    """Ranks did not all end well. `ranks`: (rank, exit code; negative for a signal) as the agent saw them."""
+    """Ranks did not all end well."""
 
     ranks: list[tuple[int, int]]
+    """(rank, exit code; negative for a signal) as the agent saw them."""
+    watch: Watch | None = None
+    """What was seen of them from outside."""
+    out_of_memory: bool = False
+    """Whether the kernel has killed processes for want of memory meanwhile."""
 
 
 class Interrupted(Exception):
@@ -83,6 +91,15 @@ def check_port(config: Config) -> None:
             ) from error
 
 
+def out_of_memory_kills() -> int:
+    """How often this machine's kernel has killed a process for want of memory; 0 where it does not say."""
+    try:
+        counters = dict(line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(counters.get("oom_kill", 0))
+
+
 def _silence(*names: str) -> None:
     """Keep a library's log records, and those of its submodules, off the console: what they tell is told better."""
     for name in names:
@@ -130,23 +147,38 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
-        signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
+        signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours, below
         logs_specs=DefaultLogsSpecs(log_dir=str(agent_logs)),
     )
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+    keep_evidence(folder)  # of an attempt before
+    ranks_folder(folder).mkdir(parents=True)
+    watch = Watch(folder, range(world_size(config)), Limits(stall_limit(config), config.launch.grace_s))
+    asked = False
 
     def stop(number: int, frame: object) -> None:
+        nonlocal asked
+        if not asked and watch.ask_to_stop():
+            asked = True
+            print("    stopping after this step, with a checkpoint; once more: now", flush=True)
+            return
         # The agent passes on the signal named here. Ranks ignore SIGINT, and it would wait half a minute for them.
         raise SignalException("stopped by the user", signal.SIGTERM)
 
-    signal.signal(signal.SIGINT, stop)
+    for number in handlers:
+        signal.signal(number, stop)
+    killed_before = out_of_memory_kills()
     try:
-        elastic_launch(launch, run_rank_process)(config, str(folder.path), baseline)
+        with watch:
+            elastic_launch(launch, run_rank_process)(config, str(folder.path), baseline)
     except ChildFailedError as error:
-        raise RanksFailed([(rank, failure.exitcode) for rank, failure in error.failures.items()]) from None
+        ranks = [(rank, failure.exitcode) for rank, failure in error.failures.items()]
+        raise RanksFailed(ranks, watch, out_of_memory_kills() > killed_before) from None
     except (SignalException, KeyboardInterrupt) as error:
         raise Interrupted(str(error)) from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        keep_evidence(folder)
         shutil.rmtree(agent_logs, ignore_errors=True)

@@ -9,6 +9,7 @@ import faulthandler
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -17,6 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from distbench.config import Config
 from distbench.experiment import run_rank
 from distbench.launching.failure import write_rank_failure
+from distbench.launching.heartbeat import DONE, Heartbeat, rank_files
+from distbench.launching.signals import STOP, StopRequest, answer_dumps, end_with_parent
 from distbench.numerics.cache import BaselineEntry
 from distbench.runs.folder import RunFolder
 
@@ -24,19 +27,40 @@ from distbench.runs.folder import RunFolder
 @record
 def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) -> None:
     """Entry point that the elastic agent starts. Returns None; what is to be known is in the run folder."""
+    end_with_parent()
     # Ctrl-C reaches the whole foreground group: the parent decides what it means and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.environ["MASTER_ADDR"].startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # stay on loopback instead of resolving the host's name
     folder = RunFolder(Path(path))
     rank = int(os.environ["RANK"])
-    console = redirect_output(folder, f"rank{rank}")
-    faulthandler.enable()  # a crash in native code leaves the Python stack in the rank's log
+    process = RankProcess.begin(folder, rank, STOP)
     try:
-        run_rank(config, folder, console=console, baseline=baseline)
+        run_rank(config, folder, process, baseline)
     except BaseException as error:
         write_rank_failure(folder, rank, error)
         raise
+    process.heartbeat.beat(DONE)
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """How this process, as a rank, speaks with who started it."""
+
+    console: TextIO
+    heartbeat: Heartbeat
+    asked_to_stop: StopRequest
+
+    @classmethod
+    def begin(cls, folder: RunFolder, rank: int, *stop: signal.Signals) -> RankProcess:
+        """From now on it says where it is, answers when asked, and takes the signals `stop` as a request to end early."""
+        files = rank_files(folder, rank)
+        files.heartbeat.parent.mkdir(exist_ok=True)
+        heartbeat = Heartbeat(files.heartbeat)
+        console = redirect_output(folder, f"rank{rank}")
+        faulthandler.enable()  # a crash in native code leaves the Python stack in the rank's log
+        answer_dumps(files.stacks, files.collectives)
+        return cls(console, heartbeat, StopRequest.on(*stop))
 
 
 def redirect_output(folder: RunFolder, name: str) -> TextIO:

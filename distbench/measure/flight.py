@@ -94,3 +94,26 @@ def members() -> dict[str, tuple[int, ...]]:
 
     names = dist.distributed_c10d._world.pg_names
     return {name: tuple(dist.get_process_group_ranks(group)) for group, name in names.items()}
+
+
+KEPT = 200
+"""Collectives of a dump: what a rank did before it stopped moving."""
+
+
+def dump() -> dict[str, Any]:
+    """For a report on ranks that do not move: `groups` (name -> global ranks) and `entries`, the newest, each with its
+    group, number in it, operation, dtype, shapes, and whether it has `ended`; or `reason`, why there are none."""
+    if reason := unavailable():
+        return {"groups": {}, "entries": [], "reason": reason}
+    entries = [
+        {
+            "group": item["process_group"][0],
+            "number": item["p2p_seq_id"] if item["is_p2p"] else item["collective_seq_id"],
+            "operation": item["profiling_name"].partition(":")[2],
+            "dtype": (item["input_dtypes"] or item["output_dtypes"] or ["-"])[0],
+            "shapes": item["input_sizes"],
+            "ended": item["retired"] or item["state"] == "completed",
+        }
+        for item in sorted(_dump(), key=lambda item: item["record_id"])[-KEPT:]
+    ]
+    return {"groups": {name: list(ranks) for name, ranks in members().items()}, "entries": entries, "reason": None}

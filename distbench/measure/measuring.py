@@ -71,8 +71,8 @@ def window_sections(
 
 
 def own_traffic(config: Config, size: int) -> list[Traffic]:
-    """The trainer's own small reductions of one step: loss and squared norm (two fp64), and tokens (int64)."""
-    found = [Traffic("loss and norm", "all_reduce", 16, size)]
+    """The trainer's own small reductions of one step: loss, squared norm, whether to stop (three fp64); tokens (int64)."""
+    found = [Traffic("loss, norm, stop", "all_reduce", 24, size)]
     if config.loss.name is LossKind.cross_entropy:
         found.append(Traffic("token count", "all_reduce", 8, size))
     return found

@@ -13,6 +13,7 @@ import torch
 from distbench.build import set_determinism
 from distbench.config import from_container, resolve_device
 from distbench.launching.failure import write_rank_failure
+from distbench.launching.signals import end_with_parent
 from distbench.launching.worker import redirect_output
 from distbench.numerics.baseline import compute_baseline
 from distbench.runs.folder import RunFolder
@@ -23,6 +24,7 @@ BASELINE_RANK = -1
 
 def main(tree: dict[str, Any], folder: str, run: str, threads: int) -> None:
     """Compute a baseline into `folder`; a failure is left in the run folder like a rank's."""
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     redirect_output(RunFolder(Path(run)), "baseline")
     faulthandler.enable()

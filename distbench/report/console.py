@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 
 from distbench.errors import RunFolderError
+from distbench.report.diff_console import plain
 from distbench.runs.folder import Status, read_record
 from distbench.runs.rank import Ranking
 from distbench.sweep import read_duplicate
@@ -68,17 +69,22 @@ def _bytes(size: float) -> str:
     raise AssertionError
 
 
-def print_failure(path: Path, failure: dict[str, Any], ranks: list[tuple[int, int]]) -> None:
-    """The first failure, whole; the ranks it took with it, by number only."""
+def print_failure(path: Path, failure: dict[str, Any]) -> None:
+    """The first failure, whole, and where it was; the ranks that ended with it, by number only."""
     if failure["traceback"] is None or failure["user_error"]:
         print(f"distbench: {failure['message']}", flush=True)
     else:
         who = f"rank {failure['rank']}" if failure["rank"] >= 0 else "the baseline's process"
         print(f"{who} on {failure['host']} failed:\n{failure['traceback'].rstrip()}", flush=True)
-        if others := [str(rank) for rank, _ in ranks if rank != failure["rank"]]:
-            print(f"ranks ended with it: {', '.join(others)}", flush=True)
     if not failure["user_error"]:
-        print(f"logs: {relative(path / 'logs')}", flush=True)
+        for line in failure.get("lines", []):
+            print(f"    {plain(line)}")
+        if failure["phase"] is not None:
+            step = "" if failure["step"] is None else f"step {failure['step']}, "
+            print(f"    where        {step}{failure['phase']}, rank {failure['rank']} on {failure['host']}")
+        if others := ", ".join(map(str, failure["ended_with_it"])):
+            print(f"    with it      rank{'s' * (',' in others)} {others}")
+        print(f"    logs         {relative(path / 'logs')}", flush=True)
     say_how_to_resume(path)
 
 
@@ -89,7 +95,10 @@ def say_how_to_resume(path: Path) -> None:
     except RunFolderError:  # it ended before there was one
         return
     if saved is not None:
-        print(f"    from {saved}: python -m distbench resume={shlex.quote(relative(path))}", flush=True)
+        print(
+            f"    checkpoint   {saved}\n    go on        python -m distbench resume={shlex.quote(relative(path))}",
+            flush=True,
+        )
 
 
 SAME_AS = "same as"
