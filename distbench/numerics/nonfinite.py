@@ -125,7 +125,7 @@ class Guard(Observer):
     def refuses(self, trainer: Trainer, batches: list[Batch], loss_sum: Tensor, loss: float, norm: float) -> bool:
         """Whether the optimizer must not take this step. Raises NonFiniteError, on all ranks, where the run must end."""
         # Beyond the last step are those that are only looked at (measure/tracked.py).
-        if _finite_step(trainer, loss, norm):
+        if _finite_step(trainer, loss, norm) or trainer.step >= self.config.steps:
             return False
         self._happened(trainer, batches, loss_sum, loss, norm)
         return self.policy is OnNonfinite.skip
@@ -276,7 +276,7 @@ def _run_again(trainer: Trainer, batches: list[Batch], in_forward: bool, keep_gr
         for p in module.parameters()
     ]
     trainer.optimizer.zero_grad(set_to_none=True)
-    factor = trainer.world.size / trainer.loss.count(batches, trainer.world) * trainer.scaler.scale
+    factor = trainer.world.size / trainer.loss.count(batches, trainer.world)
     cause: Cause | None = None
     with watch(modules_by_name(trainer)) as calls:
         for index, batch in enumerate(batches):
