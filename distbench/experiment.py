@@ -33,7 +33,7 @@ EXIT_CODES = {
 
 RANKS_SECTIONS = (
     *("model", "initial_weights", "units", "wrapper", "topology", "dtypes", "gate"),
-    *("window", "window_reason", "result", "checkpoint", "last_checkpoint", "checkpoint_error"),
+    *("nonfinite", "window", "window_reason", "result", "checkpoint", "last_checkpoint", "checkpoint_error"),
 )
 """The record's keys that rank 0 fills in."""
 
@@ -248,6 +248,7 @@ def pass_and_train(
     from distbench.checkpoint.sharded import load_shards
     from distbench.measure.measuring import measure_windows, window_sections
     from distbench.numerics.gating import pass_gate
+    from distbench.numerics.nonfinite import Guard
     from distbench.runs.log import RunLog
     from distbench.runs.statistics import Statistics
     from distbench.trainer import Stopped
@@ -259,8 +260,8 @@ def pass_and_train(
     log = RunLog(config, folder, process.console) if world.rank == 0 else None
     if log:
         folder.update_record(**facts)
-    dtypes = EffectiveDtypes(trainer)
-    trainer.observers = [dtypes, *(log.observers if log else [])]
+    dtypes, guard = EffectiveDtypes(trainer), Guard(config, folder, process.console if log else None)
+    trainer.observers = [dtypes, guard, *(log.observers if log else [])]
     if every := config.logging.statistics_every:
         blocks = getattr(config.model, "block_classes", [])
         trainer.observers.append(Statistics(every, blocks, trainer, log.write if log else None))
@@ -281,6 +282,8 @@ def pass_and_train(
             trainer.run(until=1)  # wrappers settle, as they had in the run that goes on
             gate = read_record(folder.path)["gate"]
         else:
+            if baseline is None and start is None:
+                guard.begin(trainer)
             gate = pass_gate(config, baseline, trainer, dtypes, folder)
         topology = {"world_size": world.size, "backend": world.backend, "ranks": world.gather(world.describe())}
         if gate["passed"] is False:
@@ -290,6 +293,7 @@ def pass_and_train(
         if start is not None:
             load_shards(trainer, start)
             trainer.observers, before = observers, trainer.step
+        guard.begin(trainer, baseline)
         known = read_record(folder.path) if config.resume is not None else {}
         measured, reason = measure_windows(config, trainer, folder) if known.get("window") is None else (None, None)
         keeper.run(until=config.steps, since=before)

@@ -93,8 +93,8 @@ class Trainer:
     """Of dropout and everything else that forward draws."""
     observers: Iterable[Observer] = ()
     refuses: Callable[[Trainer, list[Batch], Tensor, float, float], bool] = lambda *_: False
-    """Whether the optimizer must not take a step: by this rank's micro-batches and loss sum, and the global loss and gradient
-    norm. May raise, on all ranks alike."""
+    """Whether the optimizer must not take a step, by this rank's micro-batches and loss sum, and the global loss and
+    gradient norm. May raise, on all ranks alike."""
     span: Callable[[str], AbstractContextManager[Any]] = record_function
     """Marks a phase of the step by name: for profilers, and for the window."""
     beat: Callable[[str, int | None], None] = lambda phase, step: None

@@ -280,6 +280,7 @@ def _run_again(trainer: Trainer, batches: list[Batch], in_forward: bool, keep_gr
     cause: Cause | None = None
     with watch(modules_by_name(trainer)) as calls:
         for index, batch in enumerate(batches):
+            trainer.beat("nonfinite", trainer.step + 1)
             calls.clear()
             sync = trainer.sync_each_micro_batch or index == len(batches) - 1
             with strategy.backward_sync(module, sync):
@@ -293,8 +294,8 @@ def _run_again(trainer: Trainer, batches: list[Batch], in_forward: bool, keep_gr
                 if made:
                     cause = _odd_inputs(trainer, index, batch) or _in_backward(calls, index, batch, made[0])
     set_buffers(module, buffers)
-    for owner, values in attributes:
-        vars(owner).update(values)
+    for owner, plain in attributes:
+        vars(owner).update(plain)
     trainer.optimizer.zero_grad(set_to_none=True)
     if keep_gradients:
         # The very tensors: clipping still holds them. Their memory may have been used, as a view of DDP's bucket.
