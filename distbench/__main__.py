@@ -15,15 +15,20 @@ from importlib import import_module
 from pathlib import Path
 
 from distbench.errors import ConfigError, DistbenchError, ExitCode
+from distbench.runs.text import plain
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("distbench.diff", "what differs between two runs, where first, why"),
+    "export": ("distbench.export", "the plain model of a checkpoint, as one safetensors file"),
     "import": ("distbench.import_rows", "rows of another tool as run folders"),
     "rank": ("distbench.rank", "decision table from the records of runs"),
     "report": ("distbench.report.command", "the decision and its plots as one HTML page"),
     "selftest": ("distbench.selftest", "inject known bugs, show that each is caught"),
 }
 """Subcommand -> (module with `main(argv) -> exit code`, what it does)."""
+
+READERS = {"diff", "import", "rank", "report"}
+"""Those that take files from others, as data (docs/security.md)."""
 
 HELP = """\
 distbench: choose between DDP, FSDP and their settings by experiment.
@@ -52,6 +57,7 @@ def entry() -> None:
     # refused configuration takes. What works for longer turns it on again.
     gc.disable()
     try:
+        _set_path(sys.argv[1:])
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except OSError as error:
@@ -67,10 +73,6 @@ def entry() -> None:
 
 def main(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
-    cwd = str(Path.cwd())
-    if cwd not in sys.path:
-        # `python -m` does this; the console script must find a user's `_target_` beside them too.
-        sys.path.insert(0, cwd)
     try:
         if argv and argv[0] in COMMANDS:
             gc.enable()
@@ -85,11 +87,24 @@ def main(argv: list[str]) -> int:
         _refuse_stray_words(argv)
         return _run(argv)
     except DistbenchError as error:
-        print(f"distbench: {error}", file=sys.stderr)
+        lines = map(plain, str(error).split("\n"))  # it may quote a file
+        print("distbench: " + "\n".join(lines), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("distbench: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
+
+
+def _set_path(argv: list[str]) -> None:
+    """A run finds a user's `_target_` in the working directory, as with `python -m`.
+
+    What only reads must find nothing there: others may have filled it, with a file that is called as somebody's module.
+    """
+    cwd = Path.cwd()
+    if argv and argv[0] in READERS:
+        sys.path[:] = [place for place in sys.path if Path(place).absolute() != cwd]
+    elif str(cwd) not in sys.path:
+        sys.path.insert(0, str(cwd))
 
 
 def _help() -> str:
@@ -168,7 +183,9 @@ def _flags_first(argv: list[str]) -> list[str]:
 
 def _compose_and_run(argv: list[str]) -> int:
     from distbench import resume
+    from distbench.config import spelled
 
+    argv = spelled(argv)
     if resume.asked(argv):
         gc.enable()
         return resume.main(argv)

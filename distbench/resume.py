@@ -1,15 +1,17 @@
 """`python -m distbench resume=RUN [KEY=VALUE ...]`: train on, in the run's own folder, from its last complete checkpoint.
 
-The config is the record's, so nothing that has changed in `conf/` since can make it another run.
+The config is the record's, so nothing that has changed in `conf/` since can make it another run. It is run as it stands
+there, the code that its `_target_` names included: for runs of your own (docs/security.md).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from distbench.config import GROUPS, MONOMORPHIC, from_container
+from distbench.config import GROUPS, MONOMORPHIC, Config, from_container
 from distbench.errors import ConfigError
 from distbench.runs.folder import RunFolder, read_record
+from distbench.runs.text import detail
 from distbench.validation import validate
 
 KEY = "resume="
@@ -22,9 +24,6 @@ def asked(argv: list[str]) -> bool:
 
 def main(argv: list[str]) -> int:
     """Resume, and return the exit code."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     from distbench.experiment import run
 
     words = [word for word in argv if not word.startswith(KEY)]
@@ -39,13 +38,27 @@ def main(argv: list[str]) -> int:
         raise ConfigError("resume= is given twice; runs are resumed one at a time")
     if not (path / "record.json").is_file():
         raise ConfigError(f"resume={path} is no run folder: it has no record.json")
+    return run(resumed_config(path, words), RunFolder.reopen(path)).exit_code
+
+
+def resumed_config(path: Path, words: list[str]) -> Config:
+    """The record's config with what the command line changes. Raises ConfigError and RunFolderError."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    stored = read_record(path).get("config")
+    if not isinstance(stored, dict):
+        raise ConfigError(f"resume={path}: its record.json holds no config")
     try:
-        stored = OmegaConf.create(read_record(path)["config"])
-        changed = OmegaConf.merge(stored, OmegaConf.from_dotlist(words))
-        tree = OmegaConf.to_container(changed)
-    except (OmegaConfBaseException, KeyError) as error:
-        raise ConfigError(f"resume={path}: {error}") from error
-    assert isinstance(tree, dict)
-    config = from_container({str(key): value for key, value in tree.items()} | {"resume": str(path)})
-    validate(config)
-    return run(config, RunFolder.reopen(path)).exit_code
+        tree = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(stored), OmegaConf.from_dotlist(words)))
+        assert isinstance(tree, dict)
+        config = from_container({str(key): value for key, value in tree.items()} | {"resume": str(path)})
+        validate(config)
+    except (ConfigError, OmegaConfBaseException) as error:
+        lines = [
+            line for line in str(error).splitlines() if "$VALUE" not in line
+        ]  # OmegaConf's template of its message
+        raise ConfigError(f"resume={path}: {detail(' '.join(lines))}") from error
+    except (AttributeError, TypeError, ValueError, RecursionError, OverflowError) as error:
+        raise ConfigError(f"resume={path}: the config in its record.json is damaged: {detail(error)}") from error
+    return config

@@ -29,6 +29,7 @@ from safetensors.numpy import save as to_safetensors
 from distbench.errors import SummaryError
 from distbench.numerics import summary_torch as fields
 from distbench.numerics.shards import DTYPES, Shard
+from distbench.runs.text import detail
 
 FORMAT = "distbench.gradient-summary"
 SCHEMA = 1
@@ -279,9 +280,9 @@ class Summary:
         except SummaryError:
             raise
         except (OSError, SafetensorError) as error:
-            raise SummaryError(f"{path}: not readable as safetensors, damaged or foreign ({error})") from error
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-            reason = f"{type(error).__name__}: {error}"
+            raise SummaryError(f"{path}: not readable as safetensors, damaged or foreign ({detail(error)})") from error
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OverflowError) as error:
+            reason = f"{type(error).__name__}: {detail(error)}"
             raise SummaryError(f"{path}: damaged gradient summary ({reason})") from error
 
 
@@ -575,6 +576,8 @@ def _load(path: Path) -> Summary:
 def _check_header_size(path: Path) -> None:
     """Before anything is parsed: a few bytes must not make the reader allocate gigabytes."""
     size = path.stat().st_size
+    if not path.is_file():  # a pipe would be waited for
+        raise SummaryError(f"{path}: not a regular file")
     with path.open("rb") as file:
         start = file.read(8)
     if len(start) < 8:

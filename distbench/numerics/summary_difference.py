@@ -99,6 +99,7 @@ def estimate_difference(a: Summary, b: Summary) -> list[Difference]:
     return differences + [Difference(name, Relation.ONLY_B) for name in in_b]
 
 
+@np.errstate(over="ignore", invalid="ignore")  # sums may be any numbers at all; what comes out is looked at, not how
 def compare(a: ParameterSummary, b: ParameterSummary) -> Difference:
     """Compare two gradients of one parameter, summarised with one seed under one name."""
     relation = _relation(a, b)

@@ -25,6 +25,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from distbench.errors import TensorFileError
+from distbench.runs.files import is_plain_name
+from distbench.runs.text import detail
 
 MAX_HEADER_BYTES = 16 * 2**20
 """A header of this size describes about 100,000 tensors in one file."""
@@ -253,6 +255,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_index(path: Path) -> dict[str, str]:
     """The `weight_map` of a Hugging Face style index: tensor name to the plain name of a file beside it."""
     with _as_tensor_file_error(path):
+        if not path.is_file():  # a pipe would be waited for
+            raise TensorFileError(f"{path}: not a regular file; write the index again or remove it")
         if path.stat().st_size > MAX_INDEX_BYTES:
             raise TensorFileError(f"{path}: larger than the {MAX_INDEX_BYTES} bytes accepted for an index")
         index = json.loads(path.read_bytes(), object_pairs_hook=_without_duplicates)
@@ -260,9 +264,9 @@ def _read_index(path: Path) -> dict[str, str]:
         if not isinstance(weight_map, dict):
             raise TensorFileError(f"{path}: has no `weight_map` object; write the index again or remove it")
         for name in weight_map.values():
-            if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+            if not is_plain_name(name):
                 raise TensorFileError(
-                    f"{path}: {name!r} is not the plain name of a file in this folder; paths are refused"
+                    f"{path}: {detail(repr(name))} is not the plain name of a file in this folder; paths are refused"
                 )
         return weight_map
 
@@ -273,7 +277,7 @@ def _as_tensor_file_error(path: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, ValueError, RecursionError, OSError) as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = detail(error) or type(error).__name__
         raise TensorFileError(
             f"{path}: cannot be read ({reason}); check that it was written and copied whole"
         ) from error

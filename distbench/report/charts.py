@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from distbench.report.diff_console import plain
 from distbench.report.svg import WIDTH, ticks
+from distbench.runs.text import plain
 
 KINDS: dict[str, int] = {
     "forward": 0,

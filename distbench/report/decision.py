@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distbench.errors import OutputError
-from distbench.report.diff_console import plain
 from distbench.runs.candidates import UNGATED, Figure, Run
 from distbench.runs.files import write_atomic, write_json
 from distbench.runs.rank import Candidate, Ranking, gib, to_json
+from distbench.runs.text import plain
 
 COLUMNS = (
     *("", "run", "strategy", "precision", "wrap", "prefetch", "acc", "ranks", "gate", "parallel err", "precision err"),

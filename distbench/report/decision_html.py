@@ -23,13 +23,13 @@ from distbench.report.decision import (
     other_lines,
     short_name,
 )
-from distbench.report.diff_console import plain
 from distbench.report.page import document
 from distbench.report.svg import MAX_POINTS, Plot, padded, ticks
-from distbench.runs.candidates import Figure
+from distbench.runs.candidates import Figure, as_tree
 from distbench.runs.folder import read_record
 from distbench.runs.rank import Candidate, Ranking, gib
-from distbench.runs.sides import number_of, read_losses, read_text
+from distbench.runs.sides import MAX_GATE_BYTES, number_of, read_losses, read_text
+from distbench.runs.text import plain
 
 SHOWN = tuple(column for column in COLUMNS if column != "verdict")
 """The reason says it."""
@@ -222,7 +222,7 @@ class _Detail:
         except RunFolderError as error:
             record = {}
             self.problems.append(str(error))
-        self.window = _tree(record.get("window"))
+        self.window = as_tree(record.get("window"))
 
     @property
     def label(self) -> str:
@@ -231,7 +231,7 @@ class _Detail:
         return f"{short_name(self.candidate.name)} {labels['strategy']} {labels['precision']}"
 
     def time_bars(self) -> list[Bar]:
-        split = _tree(self.window.get("split"))
+        split = as_tree(self.window.get("split"))
         parts = [(kind, value) for kind in split if kind != "rank" and (value := _value(split[kind])) is not None]
         total = sum(value for _, value in parts)
         return [Bar(self.label, parts, _ms(total), f"rank {split.get('rank', '?')}")] if total > 0 else []
@@ -239,7 +239,7 @@ class _Detail:
     def memory_bars(self) -> list[Bar]:
         found = []
         for key, name, faint in (("memory_by_kind", self.label, False), ("memory_predicted", "predicted", True)):
-            tree = _tree(self.window.get(key))
+            tree = as_tree(self.window.get(key))
             parts = [(kind, value) for kind in tree if kind in KINDS and (value := _value(tree[kind])) is not None]
             if parts and sum(value for _, value in parts) > 0:
                 total = gib(sum(value for _, value in parts))
@@ -290,13 +290,6 @@ class _Detail:
         return [*kept, points[-1]] if kept and kept[-1] != points[-1] else kept
 
 
-MAX_GATE_BYTES = 64 * 2**20
-
-
-def _tree(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _value(value: Any) -> float | None:
     """A finite number from 0 on, or None."""
     try:
@@ -313,7 +306,7 @@ def _rank_entries(section: Any) -> list[list[Any]]:
     if not isinstance(section, list):
         return []
     lists = [
-        entry if isinstance(entry, list) else next((v for v in _tree(entry).values() if isinstance(v, list)), None)
+        entry if isinstance(entry, list) else next((v for v in as_tree(entry).values() if isinstance(v, list)), None)
         for entry in section
     ]
     if lists and all(entry is None for entry in lists):  # one rank's spans, bare
@@ -322,7 +315,7 @@ def _rank_entries(section: Any) -> list[list[Any]]:
 
 
 def _span(part: Any) -> Span | None:
-    tree = _tree(part)
+    tree = as_tree(part)
     start, end = _value(tree.get("start")), _value(tree.get("end"))
     if start is None or end is None or end < start:
         return None

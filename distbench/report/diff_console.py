@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,15 +17,10 @@ from rich.text import Text
 from distbench.numerics.compare import Progress
 from distbench.runs.diff import Diff, LossDifference, Setting
 from distbench.runs.diff_rows import Row, Tensors
+from distbench.runs.text import plain
 
 TOP = 20
 """Rows of a table; the rest is counted."""
-
-
-def plain(value: Any) -> str:
-    """Text from a file with every character that is not printable escaped: a name must not drive the terminal."""
-    text = "-" if value is None else str(value)
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def number(value: float | None, digits: int = 3) -> str:

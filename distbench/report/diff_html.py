@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable
 from html import escape
 
-from distbench.report.diff_console import figure, loss_text, number, plain, tensors_text, value_texts, with_error
+from distbench.report.diff_console import figure, loss_text, number, tensors_text, value_texts, with_error
 from distbench.report.page import document
 from distbench.report.svg import MAX_POINTS, Plot, padded, ticks
 from distbench.runs.diff import Diff, LossDifference
 from distbench.runs.diff_rows import Row, Tensors
+from distbench.runs.text import plain
 
 MAX_ROWS = 2000
 """Of one table; the rest is counted, and in the JSON."""

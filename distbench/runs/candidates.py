@@ -141,8 +141,6 @@ def _place_unstarted(reading: Reading) -> None:
 
 def _read(folder: Path, reading: Reading) -> None:
     try:
-        if not (folder / "record.json").is_file():  # a pipe would be waited for
-            raise RunFolderError(f"{folder / 'record.json'} is not a regular file")
         record = read_record(folder)
         shared = comparable(record)
         run = row(folder, record, digest(shared))
@@ -187,21 +185,29 @@ def _find(path: str | Path) -> Iterator[tuple[Path, str]]:
     yield from _below(str(root))
 
 
-def _below(folder: str) -> Iterator[tuple[Path, str]]:
-    """As os.walk, with a third of its time: it asks what kind every entry of every run folder is."""
-    try:
-        with os.scandir(folder) as entries:
-            found = {entry.name: entry for entry in entries}
-    except OSError as error:
-        yield Path(folder), f"cannot be read: {error.strerror}"
-        return
-    for name, kind in (("record.json", "run"), ("duplicate_of.json", "duplicate"), (".hydra", "refused")):
-        if name in found:
+KINDS = {"record.json": "run", "duplicate_of.json": "duplicate", ".hydra": "refused"}
+"""What a folder is that holds such an entry; nothing of a run's own is a run."""
+
+
+def _below(root: str) -> Iterator[tuple[Path, str]]:
+    """As os.walk, with a third of its time: it asks what kind every entry of every run folder is.
+
+    Not recursive: folders may be nested deeper than calls may be.
+    """
+    folders = [root]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                found = {entry.name: entry for entry in entries}
+        except OSError as error:
+            yield Path(folder), f"cannot be read: {error.strerror}"
+            continue
+        if kind := next((kind for name, kind in KINDS.items() if name in found), None):
             yield Path(folder), kind
-            return  # nothing of a run's own is a run
-    for name in sorted(found):
-        if not name.startswith(".") and found[name].is_dir(follow_symlinks=False):
-            yield from _below(found[name].path)
+            continue
+        inner = [name for name in found if not name.startswith(".") and found[name].is_dir(follow_symlinks=False)]
+        folders += [found[name].path for name in sorted(inner, reverse=True)]
 
 
 # --- one record
@@ -209,30 +215,30 @@ def _below(folder: str) -> Iterator[tuple[Path, str]]:
 
 def comparable(record: dict[str, Any]) -> dict[str, Any]:
     """What two runs must share for their figures to be compared, by name. Everything else is what is compared."""
-    config = _tree(record.get("config"))
-    environment = _tree(record.get("environment"))
-    ranks = _tree(record.get("topology")).get("ranks")
-    devices = sorted({str(_tree(rank).get("device_name")) for rank in ranks}) if isinstance(ranks, list) else None
+    config = as_tree(record.get("config"))
+    environment = as_tree(record.get("environment"))
+    ranks = as_tree(record.get("topology")).get("ranks")
+    devices = sorted({str(as_tree(rank).get("device_name")) for rank in ranks}) if isinstance(ranks, list) else None
     shared = {name: config.get(name) for name in ("model", "data", "loss", "optimizer", "global_batch", "clip_norm")}
     return {
         **shared,
         "seed": config.get("seed"),
         "device": devices,
         "cpu": [environment.get("cpu"), environment.get("cores")],
-        "torch": _tree(environment.get("packages")).get("torch"),
+        "torch": as_tree(environment.get("packages")).get("torch"),
     }
 
 
 def row(folder: Path, record: dict[str, Any], group: str) -> Run:
     """The row of one record; what is missing is missing with a reason."""
-    config, gate = _tree(record.get("config")), _tree(record.get("gate"))
-    window = _tree(record.get("window"))
+    config, gate = as_tree(record.get("config")), as_tree(record.get("gate"))
+    window = as_tree(record.get("window"))
     step_time = Figure.read(window.get("step_time"), positive=True)
-    windows, notes = _windows(_tree(window.get("step_time")), step_time)
+    windows, notes = _windows(as_tree(window.get("step_time")), step_time)
     status = record.get("status")
     if not isinstance(status, str):
         raise ValueError(f"status {status!r}")
-    repeat = _tree(config.get("sweep")).get("repeat", 1)
+    repeat = as_tree(config.get("sweep")).get("repeat", 1)
     tier = _text(gate.get("tier"))
     return Run(
         path=folder,
@@ -245,7 +251,7 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
         tier=tier if tier in TIERS else None,
         parallel_error=_gate_figure(gate, "parallel_error"),
         precision_error=_gate_figure(gate, "precision_error"),
-        memory=Figure.read(_tree(window.get("memory")).get("peak_allocated"), "bytes", positive=True),
+        memory=Figure.read(as_tree(window.get("memory")).get("peak_allocated"), "bytes", positive=True),
         exposed=Figure.read(window.get("exposed_comm")),
         step_time=step_time,
         tokens=Figure.read(window.get("tokens_per_second"), positive=True),
@@ -325,10 +331,10 @@ def _gate_figure(gate: dict[str, Any], key: str) -> Figure:
 
 
 def _labels(record: dict[str, Any], config: dict[str, Any]) -> dict[str, str]:
-    unused, batch = _tree(record.get("not_applicable")), _tree(record.get("batch"))
+    unused, batch = as_tree(record.get("not_applicable")), as_tree(record.get("batch"))
 
     def option(group: str, key: str = "name") -> str:
-        return "n/a" if group in unused else _text(_tree(config.get(group)).get(key)) or "-"
+        return "n/a" if group in unused else _text(as_tree(config.get(group)).get(key)) or "-"
 
     return {
         "strategy": option("strategy"),
@@ -353,7 +359,8 @@ def _decide(config: dict[str, Any]) -> str | None:
     return json.dumps(decide, sort_keys=True) if isinstance(decide, dict) else None
 
 
-def _tree(value: Any) -> dict[str, Any]:
+def as_tree(value: Any) -> dict[str, Any]:
+    """A section of a record, or nothing where it is no section."""
     return value if isinstance(value, dict) else {}
 
 

@@ -289,7 +289,8 @@ def _environment(side: Side, summaries: _Summaries) -> dict[str, Any]:
     tree = {key: record[key] for key in sections if record.get(key) is not None}  # null: the run did not get there
     topology = record.get("topology")
     if isinstance(topology, dict):
-        ranks = [rank for rank in topology.get("ranks") or [] if isinstance(rank, dict)]
+        ranks = topology.get("ranks")
+        ranks = [rank for rank in ranks if isinstance(rank, dict)] if isinstance(ranks, list) else []
         tree["topology"] = {
             "backend": topology.get("backend"),
             "hosts": len({str(rank.get("host")) for rank in ranks}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,23 @@ def write_json(path: Path, tree: Any) -> None:
     write_atomic(path, json_text(tree))
 
 
+_INVISIBLE = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+"""What drives terminals, or turns text around, and JSON does not have to escape."""
+
+
 def json_text(tree: Any) -> str:
-    """Strict JSON, indented, with a newline at its end."""
+    """Strict JSON, indented, with a newline at its end; printable, since it may be printed."""
     tree = strict(tree)
     try:
-        return orjson.dumps(tree, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n"
+        text = orjson.dumps(tree, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
     except orjson.JSONEncodeError:  # a number of more than 64 bits
-        return json.dumps(tree, indent=2, allow_nan=False) + "\n"
+        text = json.dumps(tree, indent=2, allow_nan=False)
+    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether a name from a file is that of an entry of one folder, and no path out of it."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def parse_json(data: bytes) -> Any:

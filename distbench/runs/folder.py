@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from distbench.errors import OutputError, RunFolderError
 from distbench.runs.files import parse_json, write_atomic, write_json
+from distbench.runs.text import detail
 
 if TYPE_CHECKING:
     from distbench.numerics.summary import Summary
@@ -129,13 +131,16 @@ def read_record(path: Path) -> dict[str, Any]:
     """The record of the run folder `path`. Raises RunFolderError where it is missing, damaged or of a newer schema."""
     file = path / "record.json"
     try:
-        if file.stat().st_size > MAX_RECORD_BYTES:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+            raise RunFolderError(f"{file} is not a regular file; is {path} a run folder?")
+        if status.st_size > MAX_RECORD_BYTES:
             raise RunFolderError(f"{file} is larger than any record distbench writes; is this a run folder?")
         record = parse_json(file.read_bytes())
     except OSError as error:
         raise RunFolderError(f"{file} cannot be read: {error.strerror}; is {path} a run folder?") from error
     except (ValueError, RecursionError) as error:
-        raise RunFolderError(f"{file} is damaged: {error}") from error
+        raise RunFolderError(f"{file} is damaged: {detail(error)}") from error
     if not isinstance(record, dict) or not isinstance(record.get("schema"), int):
         raise RunFolderError(f"{file} is not a distbench record")
     if record["schema"] > SCHEMA:

@@ -14,10 +14,11 @@ from typing import Any
 from distbench.config import digest
 from distbench.errors import OutputError, RunFolderError
 from distbench.hydra_edge import label
-from distbench.runs.candidates import TIERS
+from distbench.runs.candidates import TIERS, as_tree
 from distbench.runs.files import write_json
 from distbench.runs.folder import SCHEMA, Status, now, read_record
 from distbench.runs.sides import number_of, read_text
+from distbench.runs.text import detail
 
 MAX_BYTES = 64 * 2**20
 
@@ -104,13 +105,16 @@ def _rows(file: Path) -> list[Any]:
         raise RunFolderError(f"{file}: no such file")
     text = read_text(file, MAX_BYTES).removeprefix("\ufeff")  # the mark that spreadsheets begin a file with
     if file.suffix == ".csv":
-        return [_csv_row(row, f"{file}, row {n}") for n, row in enumerate(csv.DictReader(io.StringIO(text)), 1)]
+        try:
+            return [_csv_row(row, f"{file}, row {n}") for n, row in enumerate(csv.DictReader(io.StringIO(text)), 1)]
+        except csv.Error as error:
+            raise RunFolderError(f"{file} is damaged: {error}") from error
     if file.suffix != ".json":
         raise RunFolderError(f"{file}: expected a .json or .csv file")
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RunFolderError(f"{file} is damaged: {error}") from error
+        raise RunFolderError(f"{file} is damaged: {detail(error)}") from error
     if not isinstance(tree, list):
         raise RunFolderError(f"{file} is not a list of objects, one a run")
     return tree
@@ -149,7 +153,7 @@ SHARED = ("model", "data", "loss", "optimizer", "global_batch", "clip_norm", "se
 
 def _record(row: dict[str, Any], file: Path, reference: dict[str, Any]) -> dict[str, Any]:
     """A record with what the row says, and with `reference`'s answers to what makes runs comparable."""
-    config = {key: value for key, value in (reference.get("config") or {}).items() if key in SHARED}
+    config = {key: value for key, value in as_tree(reference.get("config")).items() if key in SHARED}
     if not reference:
         config = {"model": {"name": row.get("model")}, "global_batch": row.get("global_batch")}
     options = {"strategy": "name", "precision": "name", "wrap_policy": "name", "prefetch": "backward"}
@@ -168,7 +172,7 @@ def _record(row: dict[str, Any], file: Path, reference: dict[str, Any]) -> dict[
         "effective": digest({"imported": True, "name": row["name"], "config": {**config, "sweep": None}}),
         "not_applicable": {},
         "environment": reference.get("environment") or {"packages": {"torch": row.get("torch")}},
-        "topology": {"ranks": (reference.get("topology") or {}).get("ranks") or device},
+        "topology": {"ranks": as_tree(reference.get("topology")).get("ranks") or device},
         "batch": {"world_size": row.get("world_size"), "accumulation": row.get("accumulation")},
         "gate": {
             "passed": True if "gate_tier" in row else None,

@@ -17,13 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from distbench.errors import RunFolderError
+from distbench.runs.files import is_plain_name
 from distbench.runs.folder import read_record
+from distbench.runs.text import detail
 
-MAX_TEXT_BYTES = 256 * 2**20
-"""Of metrics.jsonl and gate.json: millions of steps."""
+MAX_METRICS_BYTES = 256 * 2**20
+"""A million steps."""
+MAX_GATE_BYTES = 64 * 2**20
+"""Of gate.json: 50,000 parameters. A tree may take 25 times its text in memory."""
 MAX_YAML_BYTES = 2**20
 MAX_SETTINGS = 20_000
 """Leaves of a config tree: far more than any real one has, and few enough that aliases cannot blow it up."""
+MAX_BITS = 4096
+"""Of a whole number: YAML may have longer ones than Python writes in decimals."""
 GATE_SCHEMA = 1
 
 _SUMMARY = re.compile(r"step_(\d{1,18})\.safetensors")
@@ -105,7 +111,6 @@ def _open_folder(path: Path) -> Side:
 
     side = Side(path, Kind.run)
     if (path / "record.json").exists():
-        _refuse_special(path / "record.json")
         side.record = read_record(path)
         side.config = settings(side.record.get("config"), path / "record.json")
     else:
@@ -130,7 +135,7 @@ def _open_twin(path: Path) -> Side:
     content = read_text(file, MAX_YAML_BYTES)
     with _as_run_folder_error(file):
         name = json.loads(content)["duplicate_of"]
-        if not isinstance(name, str) or Path(name).name != name:
+        if not is_plain_name(name):
             raise ValueError(f"{name!r} is not the name of a cell")
     twin = path.resolve().parent / name
     if not twin.is_dir() or (twin / _DUPLICATE).exists():
@@ -208,7 +213,7 @@ def read_losses(path: Path) -> Losses:
     losses: dict[int, float] = {}
     notes: list[str] = []
     repeated = 0
-    lines = read_text(path, MAX_TEXT_BYTES).split("\n")
+    lines = read_text(path, MAX_METRICS_BYTES).split("\n")
     complete, rest = lines[:-1], lines[-1]
     if rest:
         notes.append(f"{path}: the last line is cut short and left out")
@@ -266,8 +271,10 @@ def _is_short(values: list[Any] | tuple[Any, ...]) -> bool:
 
 def _plain(value: Any) -> Any:
     """A leaf as JSON can hold it."""
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, str | bool):
         return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= MAX_BITS else hex(value)[:500]
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, list | tuple):
@@ -286,7 +293,7 @@ def _read_gate(path: Path, record: dict[str, Any]) -> str | None:
 
 def read_gate(path: Path) -> str:
     """The verdict of a `gate.json`, in its own words. Raises RunFolderError for a damaged or newer one."""
-    content = read_text(path, MAX_TEXT_BYTES)
+    content = read_text(path, MAX_GATE_BYTES)
     with _as_run_folder_error(path):
         tree = json.loads(content)
         schema, text = tree["schema"], tree["text"]
@@ -300,27 +307,29 @@ def read_gate(path: Path) -> str:
 def _read_yaml(path: Path) -> Any:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Without merge keys (`<<`): distbench writes none, and before PyYAML 6.0.4 a few of them could fill memory."""
+
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            if any(key.tag == "tag:yaml.org,2002:merge" for key, _ in node.value):
+                raise yaml.constructor.ConstructorError(problem="merge keys are not read")
+
     content = read_text(path, MAX_YAML_BYTES)
     with _as_run_folder_error(path):
         try:
-            return yaml.safe_load(content)
+            return yaml.load(content, Loader)
         except yaml.YAMLError as error:
             raise ValueError(" ".join(str(error).split())) from error
 
 
 def read_text(path: Path, limit: int) -> str:
     """A file's text. Raises RunFolderError for what is no regular file, larger than `limit` bytes, or no UTF-8."""
-    _refuse_special(path)
+    if not path.is_file():  # a pipe would be waited for
+        raise RunFolderError(f"{path} is not a regular file; is this a run folder?")
     with _as_run_folder_error(path):
         if (size := path.stat().st_size) > limit:
             raise ValueError(f"{size} bytes, more than the {limit} of any that distbench writes")
         return path.read_text(encoding="utf-8")
-
-
-def _refuse_special(path: Path) -> None:
-    """A pipe or a device would be waited for."""
-    if not path.is_file():
-        raise RunFolderError(f"{path} is not a regular file; is this a run folder?")
 
 
 @contextmanager
@@ -334,4 +343,4 @@ def _as_run_folder_error(path: Path, where: str = "") -> Iterator[None]:
     except OSError as error:
         raise RunFolderError(f"{place} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise RunFolderError(f"{place} is damaged: {' '.join(str(error).split())[:300]}") from error
+        raise RunFolderError(f"{place} is damaged: {detail(error)}") from error

@@ -1,0 +1,20 @@
+"""Text that came from a file, as it may be shown: it must not drive a terminal, nor fill it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_DETAIL = 300
+"""Characters of what a message quotes from a file, or from a library that quotes it."""
+
+
+def plain(value: Any) -> str:
+    """Text from a file with every character that is not printable escaped."""
+    text = "-" if value is None else str(value)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def detail(value: Any) -> str:
+    """What a message says of an error, or quotes from a file: one line, and not longer than a line may be."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= MAX_DETAIL else f"{text[:MAX_DETAIL]}..."
