@@ -173,8 +173,12 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
         with watch:
             elastic_launch(launch, run_rank_process)(config, str(folder.path), baseline)
     except ChildFailedError as error:
-        ranks = [(rank, failure.exitcode) for rank, failure in error.failures.items()]
-        raise RanksFailed(ranks, watch, out_of_memory_kills() > killed_before) from None
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()} | watch.exit_codes()
+        raise RanksFailed(
+            [(rank, code) for rank, code in sorted(codes.items()) if code != 0],
+            watch,
+            out_of_memory_kills() > killed_before,
+        ) from None
     except (SignalException, KeyboardInterrupt) as error:
         raise Interrupted(str(error)) from None
     finally:

@@ -9,6 +9,8 @@ import contextlib
 import gc
 import importlib
 
+from distbench.launching.signals import end_with_parent
+
 MODULES = (
     "distbench.launching.worker",
     "distbench.experiment",
@@ -39,6 +41,9 @@ MODULES = (
     "safetensors.torch",
     "tensorboard.plugins.hparams.api_pb2",
 )
+
+# Its children hold the pipe by which it would notice that its parent has gone.
+end_with_parent()
 
 for _name in MODULES:
     with contextlib.suppress(ModuleNotFoundError):

@@ -71,8 +71,6 @@ def end_with_parent() -> None:
     """From now on the kernel kills this process when the one that started it is gone, however that ended. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:  # it was gone before
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def send(number: int, processes: Iterable[int]) -> None:

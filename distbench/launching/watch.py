@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing import process
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,6 +51,7 @@ class Watch:
         self.folder, self.ranks, self.limits = folder, ranks, limits
         self.stall: Stall | None = None
         self.last_beats: dict[int, Beat] = {}
+        self._children: dict[int | None, BaseProcess] = {}
         self._on_stall = on_stall
         self._moved: dict[int, tuple[int, float]] = {}
         """Rank -> (beats, when they last grew)."""
@@ -67,6 +70,11 @@ class Watch:
         self._thread.join()
         self.last_beats = beats(self.folder, self.ranks)
 
+    def exit_codes(self) -> dict[int, int]:
+        """Of the ranks that this process has started, once they have ended; negative for a signal."""
+        children = {rank: self._children.get(beat.pid) for rank, beat in self.last_beats.items()}
+        return {rank: child.exitcode for rank, child in children.items() if child and child.exitcode is not None}
+
     def ask_to_stop(self) -> bool:
         """Ask all ranks to end after their step; False where some have not begun, so that nobody would hear it."""
         found = beats(self.folder, self.ranks)
@@ -79,6 +87,9 @@ class Watch:
         before = time.monotonic()
         while not self._over.wait(PERIOD_S):
             found = beats(self.folder, self.ranks)
+            # Kept from here on: the agent says the exit code of one rank that has ended, not of all. (Not
+            # `active_children()`, which would take the codes from under the agent.)
+            self._children |= {child.pid: child for child in list(getattr(process, "_children", ()))}
             now = time.monotonic()
             if now - before > SUSPENDED_S:
                 self._moved.clear()
