@@ -308,6 +308,8 @@ class Checkpoint:
     """How many of those are kept."""
     keep_every: int | None = None
     """Those of steps that this divides are kept as well."""
+    async_: bool = False
+    """Write them while the run goes on. `checkpoint.async` on the command line (`SPELLINGS`)."""
     on_error: OnError = OnError.proceed
     """What a checkpoint that cannot be written does to the run."""
 
@@ -498,6 +500,17 @@ MONOMORPHIC: dict[str, type] = {
 """Groups whose options are presets of one dataclass, the type of their field in `Config`."""
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
+
+SPELLINGS = {"checkpoint.async=": "checkpoint.async_="}
+"""Words of the command line -> as the schema, made of Python's classes, can have them."""
+
+
+def spelled(words: list[str]) -> list[str]:
+    """Overrides by the schema's names."""
+    return [
+        next((word.replace(said, meant, 1) for said, meant in SPELLINGS.items() if word.lstrip("+").startswith(said)), word)
+        for word in words
+    ]
 
 
 def register_schemas() -> None:
