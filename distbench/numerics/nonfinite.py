@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -115,12 +116,14 @@ class Guard(Observer):
 
     def _look_back(self, trainer: Trainer, baseline: Baseline, metrics: StepMetrics) -> None:
         """The gate judges differences, and there was none: the step is looked at from the baseline's state before it."""
-        saved = None if self.policy is OnNonfinite.stop else snapshot(trainer)
+        # The optimizer's is neither needed nor touched.
+        state, trainer.optimizer.state = trainer.optimizer.state, defaultdict(dict)
+        saved = snapshot(trainer)
         load_state(trainer, baseline, metrics.step - 1)
         batches = trainer.batches.micro_batches(metrics.step - 1)
-        self._happened(trainer, batches, None, metrics.loss, metrics.grad_norm, "in the gate, as in its baseline: ")
-        if saved is not None:
-            restore(trainer, saved)
+        self._happened(trainer, batches, None, metrics.loss, metrics.grad_norm, "in the gate, as in its baseline, ")
+        restore(trainer, saved)
+        trainer.optimizer.state = state
 
     def refuses(self, trainer: Trainer, batches: list[Batch], loss_sum: Tensor, loss: float, norm: float) -> bool:
         """Whether the optimizer must not take this step. Raises NonFiniteError, on all ranks, where the run must end."""
@@ -159,12 +162,14 @@ class Guard(Observer):
             step, what, value, self.policy.name, cause, None if cause else reason, ranks, broken[:10] if broken else []
         )
         self._keep(trainer, batches, event, saw)
-        event.text = f"step {step}: {where}the {what} is {value}: {_explained(event, trainer.world.size)}"
+        event.text = f"step {step}: {where}{_explained(event, trainer.world.size)}"
         if trainer.world.rank == 0:
             self.recorded.append(asdict(event))
             self.folder.update_record(nonfinite=self.recorded)
         trainer.world.barrier()  # once a rank has raised, the others are ended
         if self.policy is OnNonfinite.stop:
+            for file in event.files[:1]:
+                self._say(f"to look at its batch: {_command(self.folder.path / file)}")
             raise NonFiniteError(self._ending(event))
         overflowed = trainer.scaler.enabled and not math.isfinite(norm)
         taken = not overflowed and (self.policy is OnNonfinite.record or bool(where))
@@ -176,9 +181,13 @@ class Guard(Observer):
 
     def _ending(self, event: Event) -> str:
         saved = complete(self.folder.checkpoints)
+        kept = (
+            f"its batch is kept in {', '.join(event.files)}"
+            if event.files
+            else f"its batch is not kept: {event.problem}"
+        )
         checkpoint = f"checkpoints/{saved[-1].name}" if saved else "none"
-        text = f"{event.text}; on_nonfinite=skip leaves such steps out; last checkpoint: {checkpoint}; its batch: "
-        return text + (_command(self.folder.path / event.files[0]) if event.files else f"not kept, {event.problem}")
+        return f"{event.text}; {kept}; last checkpoint: {checkpoint}; on_nonfinite=skip leaves such steps out"
 
     def _keep(self, trainer: Trainer, batches: list[Batch], event: Event, ranks: list[int]) -> None:
         """Write each of these ranks' micro-batches. A collective; a full disk changes nothing of what becomes of the run."""
@@ -208,14 +217,18 @@ def _finite_step(trainer: Trainer, loss: float, norm: float) -> bool:
 
 
 def _explained(event: Event, size: int) -> str:
-    """Where it came from, in words."""
-    cause = event.cause
-    text = cause.text if cause else event.reason or ""
+    """What it is, and where it came from, in words."""
+    ranks, cause = "", event.cause
     if event.ranks and size > 1:
-        text += f", on rank{'s' * (len(event.ranks) > 1)} {', '.join(map(str, event.ranks))} of {size}"
-    if cause and cause.micro_batch is not None:
+        ranks = f", on rank{'s' * (len(event.ranks) > 1)} {', '.join(map(str, event.ranks))} of {size}"
+    text = f"the {event.what} is {event.value}"
+    if cause is None:
+        text += f"{ranks}: {event.reason}"
+    else:
+        text += f": {cause.text}{ranks}"
+    if cause is not None and cause.micro_batch is not None:
         text += f", micro-batch {cause.micro_batch} (samples {_listed(cause.samples)})"
-    if event.gradients and (cause is None or cause.kind == "sum"):
+    elif event.gradients and event.what != "loss":
         text += f"; gradient of {event.gradients[0]}"
     return text
 

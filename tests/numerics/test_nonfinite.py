@@ -602,7 +602,7 @@ def test_a_batch_that_cannot_be_kept_changes_nothing_else(tmp_path: Path) -> Non
     assert ran.event["files"] == [] and "cannot write nonfinite/step_00000002_rank_00000" in ran.event["problem"]
     stopped = alone(Case(model("Logs", "single"), spoil=lambda _: (tmp_path / "other" / "nonfinite").touch()),
                     tmp_path / "other")  # fmt: skip
-    assert stopped.error is not None and "not kept, cannot write nonfinite/" in stopped.error
+    assert stopped.error is not None and "its batch is not kept: cannot write nonfinite/" in stopped.error
 
 
 def test_the_first_events_are_told_and_the_first_one_explained(tmp_path: Path) -> None:
