@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
-from distbench.checkpoint.manifest import MANIFEST, complete, step_of
-from distbench.checkpoint.save import NAME
-from distbench.checkpoint.sharded import STATE, save_shards
+from distbench.checkpoint import lock
+from distbench.checkpoint.manifest import MANIFEST, MODEL, complete, step_of
+from distbench.checkpoint.saving import InBackground, Save, Staging, remove_unfinished, save_together
+from distbench.checkpoint.sharded import begin
+from distbench.checkpoint.state import STATE
 from distbench.config import Config, OnError, to_container
 from distbench.errors import CheckpointError
 from distbench.runs.files import write_atomic
@@ -18,22 +22,45 @@ from distbench.trainer import Trainer
 
 LATEST = "latest"
 """A file with the name of the newest complete checkpoint's folder, for people and their scripts."""
+PATIENCE_S = 60.0
+"""How long a rank that fails waits for the checkpoint that is on its way."""
 
 
 class Keeper:
     """Trains on, and writes `checkpoints/step_XXXXXXXX/` on the way."""
 
     def __init__(self, config: Config, folder: RunFolder, trainer: Trainer) -> None:
+        """Raises OutputError where another run writes in the folder."""
         self.config, self.folder, self.trainer = config, folder, trainer
         self.options = config.checkpoint
+        self._staging = Staging()
+        self._pending: InBackground | None = None
+        """The one that is on its way."""
+        self._unnoted: InBackground | None = None
+        """The same, until the record says that it is there."""
+        self._times = {"saves": 0, "blocked_seconds": 0.0, "waited_seconds": 0.0}
+        self._lock: TextIO | None = None
+        if self._leads and (self.options.every is not None or config.resume is not None):
+            self._lock = lock.join(folder.path)
+            remove_unfinished(folder.checkpoints)
+
+    @property
+    def _leads(self) -> bool:
+        return self.trainer.world.rank == 0
 
     def run(self, until: int, since: int) -> None:
         """Train until a step. Checkpoints that fell due since `since` (while the gate or a window ran) are made up for by
-        one. A collective."""
-        for stop, due in self._stops(until, since):
-            self.trainer.run(until=stop)
-            if due:
-                self.save()
+        one. A collective; the last one is on disk when it returns."""
+        try:
+            for stop, due in self._stops(until, since):
+                for step in range(self.trainer.step + 1, stop + 1):
+                    self.trainer.run(until=step)
+                    self._note()
+                if due:
+                    self.save()
+            self.settle()
+        finally:
+            self.wait(PATIENCE_S)
 
     def _stops(self, until: int, since: int) -> Iterator[tuple[int, bool]]:
         every, now = self.options.every, self.trainer.step
@@ -55,31 +82,81 @@ class Keeper:
         step = self.trainer.step
         if self.options.every is None and not self.options.final:
             return f"stopped as asked after step {step}, without a checkpoint: checkpoint=off"
+        self.settle()
         if step_of_latest(self.folder.checkpoints) != step:
             self.save()
+            self.settle()
         return f"stopped as asked after step {step}"
 
     def save(self) -> None:
-        """Write one, drop what need not be kept. A collective; raises CheckpointError with `on_error=stop`."""
+        """Write one, drop what need not be kept; with `checkpoint.async` its way to disk begins here. A collective; raises
+        CheckpointError with `on_error=stop`, of the one before as well."""
+        self.settle()
         self.trainer.beat("checkpoint", self.trainer.step)
-        trainer, facts = self.trainer, {"config": to_container(self.config)}
+        began = time.perf_counter()
         try:
-            path = save_shards(trainer, self.folder.checkpoints, facts)
+            save = begin(self.trainer, self.folder.checkpoints, {"config": to_container(self.config)})
+            if self.options.async_:
+                save.tensors = self._staging.copy(save.tensors)
+                self.trainer.world.synchronize()
+                self._pending = self._unnoted = InBackground(save, lambda: self._committed(save))
+            else:
+                save_together(self.trainer.world, save)
+                if self._leads:
+                    self._committed(save)
         except CheckpointError as error:
-            if self.options.on_error is OnError.stop:
-                raise
-            if trainer.world.rank == 0:
-                print(
-                    f"distbench: no checkpoint of step {trainer.step}: {error}; the run goes on",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                self.folder.update_record(checkpoint_error=f"step {trainer.step}: {error}")
+            self._failed(self.trainer.step, error)
             return
-        if trainer.world.rank == 0:
-            write_atomic(self.folder.checkpoints / LATEST, f"{path.name}\n")
-            self.folder.update_record(last_checkpoint=str(path.relative_to(self.folder.path)))
-            self._drop()
+        self._times["saves"] += 1
+        self._times["blocked_seconds"] += time.perf_counter() - began
+        if not self.options.async_:
+            self._say(save)
+
+    def settle(self) -> None:
+        """See the one that is on its way through, on every rank. A collective; raises as `save` does."""
+        if self._pending is None:
+            return
+        began, pending, self._pending = time.perf_counter(), self._pending, None
+        try:
+            pending.finish(self.trainer.world)
+        except CheckpointError as error:
+            self._unnoted = None
+            self._failed(pending.save.step, error)
+            return
+        self._times["waited_seconds"] += time.perf_counter() - began
+        self._note()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until this rank has nothing on its way: for one that is about to end. Not a collective, and never raises; what
+        went wrong is told by `settle`."""
+        if self._pending is not None:
+            self._pending.wait(timeout_s)
+            self._note()
+
+    def _committed(self, save: Save) -> None:
+        """Rank 0, as soon as it is a checkpoint, in whichever thread: files that nobody else writes."""
+        write_atomic(self.folder.checkpoints / LATEST, f"{save.final.name}\n")
+        self._drop()
+
+    def _note(self) -> None:
+        """Say of one that was written in the background that it is there. The record has one writer, the main thread, which
+        comes by after every step."""
+        if self._unnoted is not None and self._unnoted.committed.is_set():
+            save, self._unnoted = self._unnoted.save, None
+            self._say(save)
+
+    def _say(self, save: Save) -> None:
+        if self._leads:
+            self.folder.update_record(
+                last_checkpoint=str(save.final.relative_to(self.folder.path)), checkpoint_error=None, saving=self._times
+            )
+
+    def _failed(self, step: int, error: CheckpointError) -> None:
+        if self.options.on_error is OnError.stop:
+            raise error
+        if self._leads:
+            print(f"distbench: no checkpoint of step {step}: {error}; the run goes on", file=sys.stderr, flush=True)
+            self.folder.update_record(checkpoint_error=f"step {step}: {error}")
 
     def _drop(self) -> None:
         """Shards only: a plain model in the same folder stays."""
@@ -89,7 +166,7 @@ class Keeper:
                 continue
             # Not complete any more from here on, whatever happens.
             (path / MANIFEST).unlink()
-            if (path / NAME).exists():
+            if (path / MODEL).exists():
                 for file in (*path.glob("rank_*.safetensors"), path / STATE):
                     file.unlink(missing_ok=True)
             else:

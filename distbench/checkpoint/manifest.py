@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
+from distbench.checkpoint.format import Source, is_count
 from distbench.errors import CheckpointError
-from distbench.runs.files import write_json
+from distbench.runs.files import parse_json, write_json
+from distbench.runs.text import detail
 
 MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+"""The plain model, where there is one: beside the checkpoint's own files, and not one of them."""
 SCHEMA = 1
 STEP = re.compile(r"step_(\d{8,})")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 """Of a file in the folder itself: a manifest names nothing outside it."""
-CHUNK = 1 << 22
 MAX_BYTES = 1 << 26
 """Of a manifest, and of train_state.json: both are small."""
 
@@ -30,29 +31,31 @@ class Entry:
     name: str
     size: int
     xxh3_128: str
+    """Of what the kernel was given to write, in hex."""
 
     @classmethod
     def of(cls, file: Path) -> Entry:
-        """Read a file back, as it is on disk."""
-        digest = xxhash.xxh3_128()
-        size = 0
-        with file.open("rb") as handle:
-            while chunk := handle.read(CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-        return cls(file.name, size, digest.hexdigest())
+        """Of a file that is there."""
+        with Source(file) as source:
+            return cls(file.name, source.size, source.digest())
 
-    def verify(self, folder: Path) -> None:
-        """Raises CheckpointError where the file is not the one that was written."""
-        file = folder / self.name
-        if file.is_symlink() or not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if (size := file.stat().st_size) != self.size:
+    def check_size(self, file: Path, size: int) -> None:
+        """Raises CheckpointError where a file of this size is not the one that was written."""
+        if size != self.size:
             raise CheckpointError(
                 f"{file} has {size:,} bytes, the manifest says {self.size:,}: it is truncated or another"
             )
-        if Entry.of(file) != self:
+
+    def check_digest(self, file: Path, digest: str) -> None:
+        """Raises CheckpointError where a file of this digest is not the one that was written."""
+        if digest != self.xxh3_128:
             raise CheckpointError(f"{file} is damaged: its digest is not the manifest's")
+
+    def verify(self, folder: Path) -> None:
+        """Read the whole file and hold it against this. Raises CheckpointError."""
+        with Source(folder / self.name) as source:
+            self.check_size(source.path, source.size)
+            self.check_digest(source.path, source.digest())
 
 
 def write_manifest(folder: Path, entries: list[Entry]) -> None:
@@ -64,33 +67,38 @@ def read_manifest(folder: Path) -> list[Entry]:
     """The files that a checkpoint is made of. Raises CheckpointError where it is damaged, foreign or newer."""
     file = folder / MANIFEST
     tree = read_small(file)
-    try:
-        schema, rows = int(tree["schema"]), tree["files"]
-        entries = [Entry(str(row["name"]), int(row["size"]), str(row["xxh3_128"])) for row in rows]
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {error}") from error
+    schema, rows = tree.get("schema"), tree.get("files")
+    if not isinstance(schema, int) or not isinstance(rows, list):
+        raise CheckpointError(f"{file} is damaged: it has no schema, or no list of files")
     if schema > SCHEMA:
         raise CheckpointError(f"{file} has schema {schema}, this distbench reads up to {SCHEMA}; upgrade distbench")
-    for entry in entries:
-        if not NAME.fullmatch(entry.name):
-            raise CheckpointError(f"{file} names {entry.name[:80]!r}, which is no file of its folder")
+    entries = [_entry(file, row) for row in rows]
     if len({entry.name for entry in entries}) != len(entries):
         raise CheckpointError(f"{file} names a file twice")
     return entries
 
 
+def _entry(file: Path, row: Any) -> Entry:
+    match row:
+        case {"name": str(name), "size": size, "xxh3_128": str(digest)} if is_count(size):
+            if not NAME.fullmatch(name):
+                raise CheckpointError(f"{file} names {detail(repr(name))}, which is no file of its folder")
+            return Entry(name, size, digest)
+    raise CheckpointError(f"{file} is damaged: {detail(repr(row))} is no name, size and digest")
+
+
 def read_small(file: Path) -> dict[str, Any]:
     """A JSON object from a small file. Raises CheckpointError."""
-    try:
-        if file.is_symlink() or not file.is_file():
-            raise CheckpointError(f"{file} is missing: {file.parent} is not a complete checkpoint")
-        if file.stat().st_size > MAX_BYTES:
+    if not os.path.lexists(file):
+        raise CheckpointError(f"{file} is missing: {file.parent} is not a complete checkpoint")
+    with Source(file) as source:
+        if source.size > MAX_BYTES:
             raise CheckpointError(f"{file} is larger than any that distbench writes")
-        tree = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        data = bytes(source.read(0, source.size))
+    try:
+        tree = parse_json(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+        raise CheckpointError(f"{file} is damaged: {detail(error)}") from error
     if not isinstance(tree, dict):
         raise CheckpointError(f"{file} is damaged: not an object")
     return tree
@@ -112,3 +120,8 @@ def step_of(folder: Path) -> int:
     if match is None:
         raise CheckpointError(f"{folder} is not named step_XXXXXXXX")
     return int(match[1])
+
+
+def model_metadata(step: int) -> dict[str, str]:
+    """Of a plain model's file."""
+    return {"format": "pt", "step": str(step)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from distbench.checkpoint import lock
 from distbench.checkpoint.manifest import MANIFEST, complete, step_of
 from distbench.config import Config, digest, effective, to_container, world_size
 from distbench.errors import ConfigError
@@ -41,10 +41,10 @@ def checkpoint_of(path: Path, what: str) -> Path:
 def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, Any]:
     """The record's sections that a resume changes, and everything after `step`, its checkpoint's, forgotten.
 
-    Raises ConfigError where the run is still going, is done, or was of another experiment.
+    Raises ConfigError where it was of another experiment, and OutputError where it is still being written. From here on this
+    process holds the folder, to its end.
     """
     record = read_record(folder.path)
-    _refuse_running(record, folder)
     differing = _differing(to_container(config), record.get("config") or {})
     if differing:
         raise ConfigError(
@@ -56,6 +56,7 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
             f"resume={folder.path} ran on {ranks} ranks, now there are {world_size(config)}; a new run may start from it "
             f"with start_from={folder.path}"
         )
+    _hold(folder)
     put_aside(folder)
     _forget_after(folder, step)
     resumes = [*(record.get("resumes") or []), {"step": step, "at": now(), "command": launch_command()}]
@@ -73,6 +74,7 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
 def restarted(config: Config, folder: RunFolder, reason: str) -> Config:
     """The config that a run whose ranks died goes on with, and its folder made ready: from its newest complete checkpoint,
     or from the start where there is none."""
+    _hold(folder)
     found = complete(folder.checkpoints)
     step = step_of(found[-1]) if found else 0
     record = read_record(folder.path)
@@ -88,16 +90,14 @@ def restarted(config: Config, folder: RunFolder, reason: str) -> Config:
     return replace(config, resume=str(folder.path) if found else None)
 
 
-def _refuse_running(record: Mapping[str, Any], folder: RunFolder) -> None:
-    pid = (record.get("run") or {}).get("pid")
-    if record.get("status") != Status.running.value or not isinstance(pid, int) or pid == os.getpid():
-        return
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return  # it died without saying so
-    if b"distbench" in command:
-        raise ConfigError(f"resume={folder.path} is still running, as process {pid}")
+_held: dict[Path, TextIO] = {}
+"""Locks of the folders that this process goes on in: at most one, for as long as it lives."""
+
+
+def _hold(folder: RunFolder) -> None:
+    """Raises OutputError where another run writes there."""
+    if folder.path not in _held:
+        _held[folder.path] = lock.take(folder.path)
 
 
 def _differing(here: dict[str, Any], there: dict[str, Any], prefix: str = "") -> list[str]:

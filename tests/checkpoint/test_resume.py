@@ -90,7 +90,7 @@ def test_another_strategy_starts_from_it(half: Path, tmp_path: Path) -> None:
         (["resume=nope"], "is no run folder: it has no record.json"),
         (["resume=run", "-m"], "-m does not go with resume="),
         (["resume=run", "checkpoint=off"], "checkpoint=off does not go with resume="),
-        (["resume=run", "stepz=9"], "Key 'stepz' not in 'Config'\nDid you mean steps?"),
+        (["resume=run", "stepz=9"], "Key 'stepz' not in 'Config' Did you mean steps?"),
         (["resume=run", "steps=x"], "x"),
         (["start_from=nope"], "start_from=nope: no such folder"),
     ],
@@ -175,14 +175,14 @@ def test_a_plain_model_outlives_the_shards_beside_it(tmp_path: Path) -> None:
 def test_a_checkpoint_that_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from distbench.checkpoint import sharded
+    from distbench.checkpoint import saving
     from distbench.config import OnError
     from distbench.errors import CheckpointError
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sharded, "_write_shard", full)
+    monkeypatch.setattr(saving, "write_tensors", full)
     assert kept(tmp_path / "a", Checkpoint(every=2), 4) == []
     said = capsys.readouterr().err
     assert said.count("No space left on device; the run goes on") == 2

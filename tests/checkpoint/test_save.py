@@ -74,12 +74,12 @@ def test_only_rank_0_holds_the_model() -> None:
 def test_a_file_that_cannot_be_finished_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, state = RunFolder(tmp_path), {"weight": torch.ones(3)}
 
-    def interrupted(tensors: object, file: Path, metadata: object) -> None:
+    def interrupted(file: Path, *_: object) -> None:
         file.write_bytes(b"half of it")
         raise OSError("no space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(save, "save_file", interrupted)
+        patch.setattr(save, "write_tensors", interrupted)
         with pytest.raises(OSError, match="no space"):
             save_model(folder, 7, state)
     assert not [path for path in folder.checkpoints.iterdir() if not path.name.startswith(".")]

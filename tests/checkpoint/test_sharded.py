@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +15,10 @@ from torch import Tensor
 
 from distbench.build import build_trainer, set_determinism
 from distbench.checkpoint.manifest import MANIFEST, complete, read_manifest
-from distbench.checkpoint.sharded import STATE, Shards, load_shards, read_state, save_shards, verify
+from distbench.checkpoint.sharded import load_shards, save_shards
+from distbench.checkpoint.shards import Shards
+from distbench.checkpoint.state import STATE, read_state
+from distbench.checkpoint.tensors import dtype_of, memory
 from distbench.config import SGD, AdamW, Config, LossScaler, Schedule
 from distbench.errors import CheckpointError
 from distbench.launching.world import World
@@ -49,15 +51,16 @@ def start(world: World, config: Config) -> tuple[Trainer, Log]:
 
 def everything(folder: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole."""
-    with ExitStack() as stack:
-        shards = Shards(folder, stack)
-        found = {}
-        for name, pieces in shards.pieces.items():
-            shape = torch.Size(pieces[0].shape)
-            whole = shards.scalar(name)
-            found[name] = shards.read(name, 0, shape.numel(), tuple(shape)).view(shape) if whole is None else whole
-        found |= {f"B/{name}": buffer for name, buffer in shards.of_rank(0, "B/").items()}
-        return found
+    shards, found, targets = Shards(folder, read_state(folder)), {}, []
+    for name, whole in shards.tensors.items():
+        found[name] = torch.empty(whole.shape, dtype=dtype_of(whole))
+        flat = found[name].reshape(-1)
+        view = lambda first, last, flat=flat: memory(flat[first:last])  # noqa: E731
+        targets += shards.targets(name, 0, whole.numel, view, lambda count: None)
+    shards.read(targets, verify=lambda rank: True)
+    for name, (form, data) in shards.read_own(0, "B/").items():
+        found[f"B/{name}"] = torch.frombuffer(data, dtype=dtype_of(form)).view(form.shape)
+    return found
 
 
 def straight_and_resumed(world: World, configs: dict[str, Config], root: Path) -> dict[str, Any]:
@@ -246,10 +249,11 @@ def test_another_model_or_optimizer_is_refused(saved: Path) -> None:
 
 
 def test_what_is_there(saved: Path) -> None:
-    verify(saved)
+    for entry in read_manifest(saved):
+        entry.verify(saved)
     assert {entry.name for entry in read_manifest(saved)} == {SHARD, STATE}
     state = read_state(saved)
-    assert (state["step"], state["samples"], state["updates"], state["optimizer"]) == (2, 24, 2, "AdamW")
+    assert (state.step, state.updates, state.optimizer) == (2, 2, "AdamW")
     assert complete(saved.parent) == [saved]
     (saved.parent / ".step_00000009.tmp").mkdir()
     (saved.parent / "step_00000003").mkdir()
@@ -259,7 +263,7 @@ def test_what_is_there(saved: Path) -> None:
 
 def failing(world: World, config: Config, folder: Path) -> str:
     """Rank 1 has no room for its shard."""
-    from distbench.checkpoint import sharded
+    from distbench.checkpoint import saving
 
     trainer, _ = start(world, config)
     trainer.run(until=1)
@@ -270,7 +274,7 @@ def failing(world: World, config: Config, folder: Path) -> str:
         raise OSError(28, "No space left on device")
 
     if world.rank == 1:
-        sharded._write_shard = full
+        saving.write_tensors = full
     try:
         save_shards(trainer, folder, {})
     except CheckpointError as error:
@@ -282,4 +286,4 @@ def test_a_full_disk_on_one_rank_leaves_what_was_there(tmp_path: Path) -> None:
     said = run_distributed(failing, 2, small("fsdp2", optimizer=ADAMW, steps=4), tmp_path)
     assert said == ["cannot write .step_00000002.tmp/rank_00001.safetensors: No space left on device"] * 2
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"], "nothing half-written stays"
-    verify(tmp_path / "step_00000001")
+    read_state(tmp_path / "step_00000001")
