@@ -1,7 +1,7 @@
 """Baselines cached by content under `<output_dir>/.baselines/`, shared by every run of a sweep and by sweeps at once.
 
-An entry is a folder that appears under its name only when it is complete. Its manifest holds every file's size and
-SHA-256; an entry that does not match is rebuilt. Old entries go when the cache is over its limit.
+An entry is a folder that appears under its name only when it is complete. Its manifest holds its key, and every file's size
+and SHA-256; an entry that does not match is rebuilt. Old entries go when the cache is over its limit.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ from distbench.config import (
     to_container,
     world_size,
 )
-from distbench.errors import BaselineError
+from distbench.errors import BaselineError, RunFolderError
 from distbench.numerics.baseline import MAX_SKIPPED
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder
+from distbench.runs.sides import read_text
 from distbench.strategies import strategy_class
 
 FORMAT = 1
 """Raised when the files of an entry change."""
+MANIFEST = "manifest.json"
+MAX_MANIFEST_BYTES = 2**20
 
 GIB = 2**30
 
@@ -72,7 +75,7 @@ def ensure_baseline(config: Config, model: nn.Module | None, run: RunFolder, loc
         with _lock(root / f"{entry.name}.lock"):
             _use(entry)
             if _intact(entry):
-                os.utime(entry / "manifest.json")  # least recently used goes first
+                os.utime(entry / MANIFEST)  # least recently used goes first
                 return BaselineEntry(str(entry), reused=True)
             _check_memory(config, model)
             _make(entry, config, run, local_world_size)
@@ -84,6 +87,8 @@ def ensure_baseline(config: Config, model: nn.Module | None, run: RunFolder, loc
 
 def _make(entry: Path, config: Config, run: RunFolder, local_world_size: int) -> None:
     """Compute an entry under another name, and rename it when it is complete."""
+    if entry.is_symlink() or entry.is_file():
+        entry.unlink()
     shutil.rmtree(entry, ignore_errors=True)
     for left in entry.parent.glob(f".{entry.name}.*.tmp"):  # by a run that was killed; its replay may still be writing
         shutil.rmtree(left, ignore_errors=True)
@@ -91,7 +96,7 @@ def _make(entry: Path, config: Config, run: RunFolder, local_world_size: int) ->
     temporary.chmod(0o755)
     try:
         _compute(config, temporary, run, local_world_size)
-        write_json(temporary / "manifest.json", {"format": FORMAT, "files": _manifest(temporary)})
+        write_json(temporary / MANIFEST, {"format": FORMAT, "key": entry.name, "files": _manifest(temporary)})
         temporary.rename(entry)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -193,13 +198,15 @@ def _resolved(name: str) -> Path:
 
 # --- integrity
 
-_verified: dict[str, tuple[Any, ...]] = {}
-"""Entries whose digests this process has checked: path -> sizes and times then."""
+_verified: dict[str, dict[str, tuple[int, int]]] = {}
+"""Entries whose digests this process has checked: path -> sizes and times of its files then."""
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
     rows = {}
     for file in sorted(folder.iterdir()):
+        if file.name == MANIFEST:
+            continue
         with file.open("rb") as handle:
             rows[file.name] = {
                 "bytes": file.stat().st_size,
@@ -211,18 +218,21 @@ def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
 def _intact(entry: Path) -> bool:
     """Whether every file is there with the bytes its manifest names; digests are read once a process and state."""
     try:
-        manifest = json.loads((entry / "manifest.json").read_text())
-        names = sorted(manifest["files"])
-        state = tuple((name, (entry / name).stat().st_size, (entry / name).stat().st_mtime_ns) for name in names)
-        if manifest["format"] != FORMAT:
+        manifest = json.loads(read_text(entry / MANIFEST, MAX_MANIFEST_BYTES))
+        if (manifest["format"], manifest["key"]) != (FORMAT, entry.name):  # of another key: someone has moved it
             return False
+        files = {file.name: file.stat() for file in entry.iterdir() if file.name != MANIFEST}
+        # First: what has another size need not be read, and what is no regular file (a pipe) would be waited for.
+        if {name: file.st_size for name, file in files.items()} != {
+            n: row["bytes"] for n, row in manifest["files"].items()
+        }:
+            return False
+        state = {name: (file.st_size, file.st_mtime_ns) for name, file in files.items()}
         if _verified.get(str(entry)) == state:
             return True
-        found = _manifest(entry)
-        found.pop("manifest.json", None)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-    if found != manifest["files"]:
+        if _manifest(entry) != manifest["files"]:
+            return False
+    except (RunFolderError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
     _verified[str(entry)] = state
     return True
@@ -239,7 +249,7 @@ def _evict(root: Path, limit: float, keep: str) -> None:
 
     def used(entry: Path) -> float:
         try:
-            return (entry / "manifest.json").stat().st_mtime
+            return (entry / MANIFEST).stat().st_mtime
         except OSError:
             return 0.0
 

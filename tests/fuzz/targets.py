@@ -236,17 +236,13 @@ def duplicate(folder: Path) -> None:
     (folder / "001_b" / "duplicate_of.json").write_text(json.dumps({"duplicate_of": "000_a"}))
 
 
-SUMMARY = "000_a/gradients/step_00000001.safetensors"
-WEIGHTS = "000_a/checkpoints/step_00000003/model.safetensors"
-
-
-def _targets(corpus: Make, summary: str, weights: str) -> list[Target]:
+def command_targets(corpus: Make, weights: str = "000_a/checkpoints/step_00000003/model.safetensors") -> list[Target]:
     """Commands on a folder of runs, one target for each file that they read."""
     files: dict[str, tuple[str, Damage]] = {
         "record": ("000_a/record.json", json_damaged),
         "metrics": ("000_a/metrics.jsonl", lines_damaged),
         "gate": ("000_a/gate.json", json_damaged),
-        "summary": (summary, summary_resigned),
+        "summary": ("000_a/gradients/step_00000001.safetensors", summary_resigned),
         "weights": (weights, tensors_damaged),
     }
     read_by = {"diff": (diff_runs, tuple(files)), "rank": (rank_runs, ("record",))}
@@ -278,6 +274,6 @@ TARGETS = {
         Target("rows-csv", "rows.csv", csv_damaged, rows, import_file("rows.csv")),
         Target("rows-like", "000_a/record.json", json_damaged, runs, import_like),
         Target("resume", "record.json", json_damaged, stored, lambda folder: resumed_config(folder, [])),
-        *_targets(runs, SUMMARY, WEIGHTS),
+        *command_targets(runs),
     ]
 }

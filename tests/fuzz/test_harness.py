@@ -65,7 +65,7 @@ def test_what_is_read_or_refused_by_name_is_no_finding(tmp_path: Path) -> None:
         (raises(KeyError("x")), "KeyError"),
         (raises(SystemExit(0)), "SystemExit"),
         (lambda: bytearray(2 * harness.MEMORY), "MemoryError"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "the process ended: SIGSEGV"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "the process ended: SIGKILL"),
         (lambda: os._exit(3), "the process ended: exit code 3"),
         (raises(RunFolderError("file is\ndamaged")), "of several lines"),
         (raises(RunFolderError("x" * 5000)), "a message of 5000 characters"),
