@@ -100,7 +100,8 @@ def test_a_run_is_started_again_as_often_as_asked(straight: Path, tmp_path: Path
     ended = distbench(*(word for word in words if word != "checkpoint.every=5"), cwd=tmp_path)
     assert ended.code == CRASHED and "restart 2 of 2" in ended.out, ended.said
     assert [row["step"] for row in read_record(again)["restarts"]] == [0, 0], "without a checkpoint, from the start"
-    assert sorted(path.name for path in (again / "logs").glob("fail*")) == ["failed_1", "failed_2", "failure.json"]
+    for kept in ("failed_1/failure.json", "failed_2/failure.json", "failure.json"):
+        assert (again / "logs" / kept).is_file()
 
 
 @pytest.mark.parametrize(
@@ -191,8 +192,23 @@ def alive(pid: int) -> bool:
         return False
 
 
+def shared_memory() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def unused(names: set[str]) -> set[str]:
+    """Of shared memory: what no process maps. (Other tests may run beside.)"""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue
+        names = {name for name in names if name not in text}
+    return names
+
+
 def test_nothing_is_left_in_shared_memory_or_listening(tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     words = [word for word in options("nothing") if not word.startswith("steps=")]
     command = start(*words, "steps=100000", cwd=tmp_path)
     until_checkpoint(tmp_path / "run")
@@ -202,7 +218,8 @@ def test_nothing_is_left_in_shared_memory_or_listening(tmp_path: Path) -> None:
     os.kill(rank, signal.SIGKILL)
     assert command.finish().code == CRASHED
     listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    assert not ports & listening and not set(os.listdir("/dev/shm")) - before
+    assert not ports & listening
+    assert not unused(shared_memory() - before), "shared memory that no process has any more"
 
 
 # --- torchrun

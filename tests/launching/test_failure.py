@@ -13,7 +13,9 @@ import torch
 
 from distbench.config import LossKind
 from distbench.errors import ConfigError, ExitCode, NonDeterministicStart
-from distbench.launching.failure import clear_failures, first_failure, root_failure, write_rank_failure
+from distbench.launching.failure import clear_failures, first_failure, put_aside, root_failure, write_rank_failure
+from distbench.launching.heartbeat import DONE, Beat
+from distbench.launching.stalls import Stall
 from distbench.losses import Loss, LossFunction
 from distbench.runs.folder import RunFolder
 from tests.models_for_tests import Raises
@@ -103,10 +105,10 @@ def test_the_earliest_is_the_cause(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ([(1, -signal.SIGKILL)], "rank 1 died without an error: killed by signal 9 (SIGKILL); the kernel's out-of-mem"),
+        ([(1, -signal.SIGKILL)], "rank 1 died without an error: killed by signal 9 (SIGKILL), not for want of memory"),
         ([(1, -signal.SIGSEGV), (0, 1)], "rank 1 died without an error: killed by signal 11 (SIGSEGV)"),
         ([(1, 7)], "rank 1 died without an error: exit code 7"),
-        ([(0, 1)], "rank 1 died without an error: killed; the kernel's out-of-memory killer does this, see `dmesg`"),
+        ([(0, 1)], "rank 1 died without an error: killed"),
         ([], "rank 1 died without an error: killed"),
     ],
 )
@@ -135,3 +137,69 @@ def test_a_lost_peer_that_told_why_is_not_called_dead(folder: RunFolder) -> None
 def test_the_baselines_process_can_die_as_well(folder: RunFolder) -> None:
     message = root_failure(folder, [(-1, -9)], 2)["message"]
     assert message.startswith("the baseline died without an error: killed by signal 9")
+
+
+def test_what_the_kernel_killed_for_want_of_memory_ran_out_of_it(folder: RunFolder) -> None:
+    write(folder, 0, LOST, when=2.0)
+    failure = root_failure(folder, [(1, -signal.SIGKILL)], 2, out_of_memory=True)
+    assert failure["status"] == "oom" and "while the kernel killed for want of memory" in failure["message"]
+    failure = root_failure(folder, [(1, -signal.SIGSEGV)], 2, out_of_memory=True)
+    assert failure["status"] == "crashed" and "memory" not in failure["message"]
+
+
+def test_where_it_was_and_whom_it_took_with_it(folder: RunFolder) -> None:
+    found = {0: Beat(1, 9, 3, "backward"), 1: Beat(2, 9, 3, "data"), 2: Beat(3, 9, None, DONE)}
+    failure = root_failure(folder, [(1, -signal.SIGKILL), (0, -signal.SIGTERM)], 3, found)
+    assert (failure["rank"], failure["step"], failure["phase"], failure["ended_with_it"]) == (1, 3, "data", [0])
+    assert failure["ranks"] == {"0": "step 3, backward", "1": "step 3, data", "2": "done"} and failure["host"]
+    unknown = root_failure(folder, [(-1, 1)], 3)
+    assert unknown["step"] is unknown["phase"] is None and unknown["ended_with_it"] == []
+
+
+def test_a_stall_is_told_instead_of_the_signal_that_ended_it(folder: RunFolder) -> None:
+    stall = Stall(1, Beat(2, 9, 4, "forward"), "rank 0 waits for rank 1", ("rank 0: x", "rank 1: y"))
+    failure = root_failure(folder, [(0, -9), (1, -9)], 2, {0: Beat(1, 1, 5, "data"), 1: Beat(2, 9, 5, "data")}, stall)
+    assert (failure["status"], failure["message"], failure["step"]) == ("hung", "rank 0 waits for rank 1", 4)
+    assert failure["lines"] == ["rank 0: x", "rank 1: y"] and failure["ended_with_it"] == [0]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "Timed out waiting 3000ms for recv operation to complete",
+        "[Rank 1] Watchdog caught collective operation timeout: x",
+    ],
+)
+def test_a_collective_that_gave_up_waiting_has_hung(message: str, folder: RunFolder) -> None:
+    assert write_rank_failure(folder, 0, RuntimeError(message))["status"] == "hung"
+
+
+def test_the_last_words_of_a_rank_that_died(folder: RunFolder) -> None:
+    log = folder.logs / "rank1.log"
+    log.write_text("".join(f"line {n}\n\n" for n in range(30)))
+    assert root_failure(folder, [(1, 7)], 2)["lines"] == [f"line {n}" for n in range(18, 30)]
+    stack = "".join(f'  File "f", line {n} in g\n' for n in range(3))
+    log.write_text(
+        f"x\nterminate called\nFatal Python error: Aborted\n\nThread 0x1 (..):\n  File 1\nCurrent thread 0x2\n{stack}"
+    )
+    write(folder, 0, LOST, when=2.0)
+    failure = root_failure(folder, [], 2)
+    assert failure["lines"][:3] == ["terminate called", "Fatal Python error: Aborted", "Current thread 0x2"]
+    assert (
+        len(failure["lines"]) == 6 and failure["message"] == "rank 1 died without an error: Fatal Python error: Aborted"
+    )
+
+
+def test_evidence_of_attempts_before_is_put_aside(folder: RunFolder) -> None:
+    put_aside(folder)
+    assert not list(folder.logs.iterdir()), "nothing to keep"
+    for number in (1, 2):
+        write(folder, 0, LOST, when=2.0)
+        (folder.logs / "stall.json").touch()
+        (folder.logs / "rank0.log").touch()
+        put_aside(folder)
+        assert {path.name for path in (folder.logs / f"failed_{number}").iterdir()} == {
+            "failure_rank0.json",
+            "stall.json",
+        }
+    assert first_failure(folder) is None and (folder.logs / "rank0.log").exists()

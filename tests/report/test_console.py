@@ -103,18 +103,37 @@ FAILURE = {
     "message": "m",
     "traceback": "Traceback:\n  user.py\nValueError: m\n",
     "user_error": False,
+    "step": 3,
+    "phase": "forward",
+    "ended_with_it": [0, 2],
 }
+
+
+WHERE = "    where        step 3, forward, rank 1 on node7\n"
+EARLY = "    where        forward, rank 1 on node7\n"
+LOGS = "    logs         "
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "rank 1 on node7 failed:\nTraceback:\n  user.py\nValueError: m\nranks ended with it: 0\nlogs: "),
+        (
+            {},
+            f"rank 1 on node7 failed:\nTraceback:\n  user.py\nValueError: m\n{WHERE}    with it      ranks 0, 2\n{LOGS}",
+        ),
+        (
+            {"step": None, "ended_with_it": []},
+            f"rank 1 on node7 failed:\nTraceback:\n  user.py\nValueError: m\n{EARLY}{LOGS}",
+        ),
         ({"rank": -1}, "the baseline's process on node7 failed:\nTraceback:\n"),
         ({"user_error": True}, "distbench: m\n"),
-        ({"traceback": None, "message": "rank 1 died"}, "distbench: rank 1 died\nlogs: "),
+        (
+            {"traceback": None, "message": "rank 1 died", "lines": ["a\x1b[2J", "b"], "ended_with_it": [0]},
+            f"distbench: rank 1 died\n    a\\x1b[2J\n    b\n{WHERE}    with it      rank 0\n{LOGS}",
+        ),
+        ({"traceback": None, "phase": None, "ended_with_it": []}, f"distbench: m\n{LOGS}"),
     ],
 )
 def test_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], expected: str) -> None:
-    print_failure(tmp_path, {**FAILURE, **changes}, [(0, -15), (1, 1)])
+    print_failure(tmp_path, {**FAILURE, **changes})
     assert capsys.readouterr().out.startswith(expected)
