@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,10 @@ def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) 
     end_with_parent()
     # Ctrl-C reaches the whole foreground group: the parent decides what it means and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if os.environ["MASTER_ADDR"].startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # stay on loopback instead of resolving the host's name
+    if socket.gethostbyname(os.environ["MASTER_ADDR"]).startswith("127."):
+        # Stay on loopback, where Gloo would resolve the host's name and NCCL would take a network card.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, "lo")
     folder = RunFolder(Path(path))
     rank = int(os.environ["RANK"])
     process = RankProcess.begin(folder, rank, STOP)
