@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 from distbench.errors import ConfigError, DistbenchError, ExitCode
-from distbench.runs.text import plain
+from distbench.runs.text import complaint
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("distbench.diff", "what differs between two runs, where first, why"),
@@ -87,8 +87,7 @@ def main(argv: list[str]) -> int:
         _refuse_stray_words(argv)
         return _run(argv)
     except DistbenchError as error:
-        lines = map(plain, str(error).split("\n"))  # it may quote a file
-        print("distbench: " + "\n".join(lines), file=sys.stderr)
+        print(complaint(error), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("distbench: interrupted", file=sys.stderr)

@@ -25,6 +25,7 @@ from distbench.config import GROUPS, Config, Decide, Order, digest, effective, f
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status
+from distbench.runs.text import complaint
 from distbench.validation import validate
 
 _exit_codes: list[int] = []
@@ -104,7 +105,7 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
 
 def _refused(error: DistbenchError, path: Path, mode: RunMode | None) -> dict[str, Any]:
     """Say why nothing was run. A single run leaves no folder behind; a sweep's cell stays, as a row of its table."""
-    print(f"distbench: {error}", file=sys.stderr, flush=True)
+    print(complaint(error), file=sys.stderr, flush=True)
     _exit_codes.append(error.exit_code)
     if mode is RunMode.RUN:
         RunFolder(path).discard_unused()
@@ -267,7 +268,7 @@ def _add_repeats(config: DictConfig) -> None:
 
 
 def _usage(message: str) -> NoReturn:
-    print(f"distbench: {message}", file=sys.stderr)
+    print(complaint(message), file=sys.stderr)
     raise SystemExit(ExitCode.USAGE)
 
 

@@ -14,6 +14,11 @@ def plain(value: Any) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def complaint(error: object) -> str:
+    """What the console says of an error, which may quote a file: its lines, without what would drive a terminal."""
+    return "distbench: " + "\n".join(map(plain, str(error).split("\n")))
+
+
 def detail(value: Any) -> str:
     """What a message says of an error, or quotes from a file: one line, and not longer than a line may be."""
     text = " ".join(str(value).split())
