@@ -43,6 +43,19 @@ class Plain(nn.Module):
         return self.head(x)
 
 
+class ByteModel(Plain):
+    """Bytes to the logits of the next, with dropout."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        self.embedding = nn.Embedding(256, features)
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(features, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.dropout(self.embedding(x)))
+
+
 class Tied(Plain):
     """The head's weight is the first layer's."""
 

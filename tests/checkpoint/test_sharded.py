@@ -19,11 +19,12 @@ from distbench.checkpoint.sharded import load_shards, save_shards
 from distbench.checkpoint.shards import Shards
 from distbench.checkpoint.state import STATE, read_state
 from distbench.checkpoint.tensors import dtype_of, memory
-from distbench.config import SGD, AdamW, Config, LossScaler, Schedule
+from distbench.config import SGD, AdamW, Config, CustomModel, Loss, LossKind, LossScaler, Schedule, TextData
 from distbench.errors import CheckpointError
 from distbench.launching.world import World
 from distbench.preflight import preset
 from distbench.trainer import Observer, StepMetrics, Trainer
+from tests.cli import REPOSITORY
 from tests.configs import STRATEGIES, custom, small
 from tests.distributed import run_distributed
 from tests.steps import ONE_PROCESS
@@ -84,6 +85,19 @@ def straight_and_resumed(world: World, configs: dict[str, Config], root: Path) -
     return found
 
 
+def reading(strategy: str) -> Config:
+    """A language model with dropout over this repository's own documentation."""
+    sequence = [8]
+    model = CustomModel(
+        _target_="tests.models_for_tests.ByteModel",
+        block_classes=["Block"],
+        input_shape=sequence,
+        target_shape=sequence,
+    )
+    data = TextData(path=str(REPOSITORY / "docs"), glob="*.md", seq_len=8)
+    return small(strategy, model=model, data=data, loss=Loss(LossKind.cross_entropy), optimizer=ADAMW, accumulation=2)
+
+
 def cases(ranks: int) -> dict[str, Config]:
     made: dict[str, Config] = {}
     for strategy in STRATEGIES:
@@ -95,6 +109,7 @@ def cases(ranks: int) -> dict[str, Config]:
         made[f"{strategy} accumulated"] = small(strategy, accumulation=3, optimizer=NESTEROV)
         made[f"{strategy} buffers"] = custom("Normed", strategy, optimizer=ADAMW)
         made[f"{strategy} tied"] = custom("Tied", strategy, optimizer=ADAMW)
+        made[f"{strategy} text and dropout"] = reading(strategy)
     return {name: replace(config, global_batch=6 * ranks, steps=WHOLE) for name, config in made.items()}
 
 
