@@ -21,17 +21,23 @@ def take(folder: Path) -> TextIO:
     file = _open(folder)
     _lock(file, folder, fcntl.LOCK_EX)  # nobody else's
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
+    _sign(file)
     _lock(file, folder, fcntl.LOCK_SH)
     return file
 
 
 def join(folder: Path) -> TextIO:
-    """For rank 0, which writes while the process that started it waits, and may outlive it."""
+    """For rank 0, which writes while the process that started it waits. Raises as `take` does."""
     file = _open(folder)
     _lock(file, folder, fcntl.LOCK_SH)
+    if not os.fstat(file.fileno()).st_size:
+        _sign(file)
     return file
+
+
+def _sign(file: TextIO) -> None:
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
 
 
 def _open(folder: Path) -> TextIO:

@@ -206,7 +206,7 @@ def _check_fits(trainer: Trainer, state: TrainState, folder: Path) -> None:
     optimizer = type(trainer.optimizer).__name__
     if state.optimizer != optimizer:
         raise CheckpointError(
-            f"{folder} has the state of {detail(repr(state.optimizer))}, the run's optimizer is {optimizer}"
+            f"{folder} has the state of {detail(plain(state.optimizer))}, the run's optimizer is {optimizer}"
         )
 
 
