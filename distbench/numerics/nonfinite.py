@@ -67,13 +67,13 @@ class Event:
     """`loss` or `gradient norm`."""
     value: float
     policy: str
-    cause: Cause | None
-    reason: str | None
+    cause: Cause | None = None
+    reason: str | None = None
     """Why there is no cause."""
-    ranks: list[int] | None
+    ranks: list[int] | None = None
     """Those with this cause; without one, those whose own loss is not finite; None where that is not known."""
-    gradients: list[str]
-    """Parameters whose reduced gradient is not finite, at most ten."""
+    gradients: list[str] = field(default_factory=list)
+    """Where the loss is finite: parameters whose reduced gradient is not, at most ten."""
     files: list[str] = field(default_factory=list)
     """Kept micro-batches, by path in the run folder."""
     problem: str | None = None
@@ -148,21 +148,9 @@ class Guard(Observer):
             if self.num_events == MAX_EVENTS + 1:
                 self._say("more steps are not finite: of these only metrics.jsonl tells")
             return
-        what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-        step = trainer.step + 1
-        cause, reason, ranks, saw = None, "looked for at the first event only", None, list(range(trainer.world.size))
-        broken = _not_finite(trainer, gradients=True)[0]
-        if self.num_events == 1:
-            self._say(f"step {step}: the {what} is {value}; looking for where it was made")
-            cause, ranks, saw = find(trainer, batches, what == "loss", self.policy is not OnNonfinite.stop)
-            reason = "it did not come again when the step was run again"
-        elif what == "loss" and loss_sum is not None:
-            ranks = saw = _ranks(trainer.world.gather(not bool(loss_sum.isfinite())))
-        event = Event(
-            step, what, value, self.policy.name, cause, None if cause else reason, ranks, broken[:10] if broken else []
-        )
+        event, saw = self._event(trainer, batches, loss_sum, loss, norm)
         self._keep(trainer, batches, event, saw)
-        event.text = f"step {step}: {where}{_explained(event, trainer.world.size)}"
+        event.text = f"step {event.step}: {where}{_explained(event, trainer.world.size)}"
         if trainer.world.rank == 0:
             self.recorded.append(asdict(event))
             self.folder.update_record(nonfinite=self.recorded)
@@ -175,9 +163,29 @@ class Guard(Observer):
         taken = not overflowed and (self.policy is OnNonfinite.record or bool(where))
         self._say(f"{event.text}; {'taken as it is' if taken else 'not taken'}")
 
+    def _event(
+        self, trainer: Trainer, batches: list[Batch], loss_sum: Tensor | None, loss: float, norm: float
+    ) -> tuple[Event, list[int]]:
+        """The entry, and the ranks whose batch is worth keeping. A collective."""
+        world, in_forward = trainer.world, not math.isfinite(loss)
+        what, value = ("loss", loss) if in_forward else ("gradient norm", norm)
+        event = Event(trainer.step + 1, what, value, self.policy.name)
+        if not in_forward:
+            event.gradients = _not_finite(trainer, gradients=True)[0][:10]
+        if self.num_events == 1:
+            self._say(f"step {event.step}: the {what} is {value}; looking for where it was made")
+            event.cause, event.ranks, saw = find(trainer, batches, in_forward, self.policy is not OnNonfinite.stop)
+            event.reason = None if event.cause else "it did not come again when the step was run again"
+            return event, saw
+        event.reason = "looked for at the first event only"
+        if in_forward and loss_sum is not None:
+            event.ranks = _ranks(world.gather(not bool(loss_sum.isfinite())))
+        return event, event.ranks or list(range(world.size))
+
     def _say(self, text: str) -> None:
         if self.console is not None:
-            print(f"distbench: {text}", file=self.console, flush=True)
+            clear = "\r\x1b[2K" if self.console.isatty() else ""  # the progress bar draws itself again
+            print(f"{clear}distbench: {text}", file=self.console, flush=True)
 
     def _ending(self, event: Event) -> str:
         saved = complete(self.folder.checkpoints)
@@ -260,27 +268,21 @@ def find(
     names, ranks = _not_finite(trainer, gradients=False)
     if names:
         return Cause("parameter", f"parameter {names[0]} is itself not finite", parameter=names[0]), ranks, everyone
-    summed, _ = _not_finite(trainer, gradients=True)
-    own = world.gather(_run_again(trainer, batches, in_forward, keep_gradients))
-    found = [(cause.micro_batch or 0, rank) for rank, cause in enumerate(own) if cause is not None]
+    own, summed = _run_again(trainer, batches, in_forward, keep_gradients)
+    shares = world.gather(own)
+    found = [(cause.micro_batch or 0, rank) for rank, cause in enumerate(shares) if cause is not None]
     if not found:
-        return None if in_forward else _of_sum(trainer, summed), None, everyone
-    first = own[min(found)[1]]
-    ranks = [rank for _, rank in found if (own[rank].kind, own[rank].module) == (first.kind, first.module)]
+        return summed, None, everyone
+    first = shares[min(found)[1]]
+    ranks = [rank for _, rank in found if (shares[rank].kind, shares[rank].module) == (first.kind, first.module)]
     return first, ranks, [rank for _, rank in found]
 
 
-def _of_sum(trainer: Trainer, broken: list[str]) -> Cause:
-    """No rank's backward made it."""
-    if broken:
-        text = "every rank's own gradients are finite, their sum over micro-batches and ranks is not"
-    else:
-        text = "every gradient is finite, the sum of their squares is not"
-    return Cause("sum", text)
-
-
-def _run_again(trainer: Trainer, batches: list[Batch], in_forward: bool, keep_gradients: bool) -> Cause | None:
-    """This rank's first cause. Forward and backward communicate, so every rank comes here, and goes all the way."""
+def _run_again(
+    trainer: Trainer, batches: list[Batch], in_forward: bool, keep_gradients: bool
+) -> tuple[Cause | None, Cause | None]:
+    """This rank's first cause, and one that is nobody's own. Forward and backward communicate, so every rank comes here,
+    and goes all the way."""
     module, strategy = trainer.module, trainer.strategy
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
     attributes = plain_attributes(module)
@@ -306,6 +308,7 @@ def _run_again(trainer: Trainer, batches: list[Batch], in_forward: bool, keep_gr
                 trainer.backward(loss, factor)
                 if made:
                     cause = _odd_inputs(trainer, index, batch) or _in_backward(calls, index, batch, made[0])
+    summed = None if in_forward else _in_sum(trainer)
     set_buffers(module, buffers)
     for owner, plain in attributes:
         vars(owner).update(plain)
@@ -316,7 +319,7 @@ def _run_again(trainer: Trainer, batches: list[Batch], in_forward: bool, keep_gr
             parameter.grad = gradient
             if gradient is not None:
                 strategy.local(gradient).copy_(values)
-    return cause
+    return cause, summed
 
 
 def _in_forward(trainer: Trainer, calls: list[Call], index: int, batch: Batch) -> Cause:
@@ -342,6 +345,16 @@ def _in_backward(calls: list[Call], index: int, batch: Batch, made: tuple[str, i
         return Cause("backward", text, operation=operation, micro_batch=index, samples=list(batch.ids))
     text = f"made by {_who(where)}, in backward: {operation} of finite gradients"
     return Cause("backward", text, where.name, where.kind, operation, micro_batch=index, samples=list(batch.ids))
+
+
+def _in_sum(trainer: Trainer) -> Cause | None:
+    """What is not finite once gradients are added up. A collective."""
+    if _not_finite(trainer, gradients=True)[0]:
+        return Cause("sum", "every rank's own gradients are finite, their sum over micro-batches and ranks is not")
+    nothing = torch.zeros((), dtype=torch.float64, device=trainer.world.device)
+    _, norm = trainer.agree(nothing, trainer.strategy.gradients(trainer.module))
+    text = "every gradient is finite, the sum of their squares is not"
+    return None if math.isfinite(norm) else Cause("sum", text)
 
 
 def _odd_inputs(trainer: Trainer, index: int, batch: Batch) -> Cause | None:
@@ -459,8 +472,9 @@ def watch_backward(loss: Tensor, made: list[tuple[str, int]]) -> None:
             left += [following for following, _ in node.next_functions]
 
 
+@torch.no_grad()
 def _all_finite(tree: Any) -> bool:
-    """Of every floating-point tensor in a tree of them."""
+    """Of every floating-point tensor in a tree of them. Adds nothing to the graph, whose size checkpointing compares."""
     return all(
         bool(leaf.isfinite().all())
         for leaf in tree_leaves(tree)

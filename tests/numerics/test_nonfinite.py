@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distbench.build import build_trainer, set_determinism
 from distbench.config import SGD, AdamW, Config, DDPStrategy, LossKind, LossScaler, NoWrap, OnNonfinite
@@ -150,6 +154,21 @@ class Biased(nn.Module):
         return (x + self.bias) * 1e4
 
 
+class Checkpointed(Lengths):
+    """Runs its blocks, and `length`, again in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.log, self.reentrant = Log(), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = x + checkpoint(self.length, x, use_reentrant=self.reentrant)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(checkpoint(self.log, x - 3 * x.detach().abs(), use_reentrant=self.reentrant))
+
+
 class AlwaysLog(Plain):
     """Not a number from the first step on."""
 
@@ -277,11 +296,12 @@ def run_each(world: World, cases: Mapping[str, Case], root: Path) -> dict[str, R
 def model(name: str, strategy: str, **changes: Any) -> Config:
     """Two micro-batches a rank and step; the model is this file's."""
     precision = changes.pop("precision", "fp32")
+    kwargs = changes.pop("kwargs", {})
     options = {"accumulation": 2, "optimizer": SGD(lr=0.01), "clip_norm": 1.0, **changes}
     config = custom(
         "Plain", strategy, precision=preset(precision) if isinstance(precision, str) else precision, **options
     )
-    config.model._target_ = f"{__name__}.{name}"
+    config.model._target_, config.model.kwargs = f"{__name__}.{name}", kwargs
     return config
 
 
@@ -342,6 +362,18 @@ def found_in(strategy: str) -> dict[str, tuple[Case, dict[str, Any]]]:
             Case(model("Lengths", strategy), poison={"value": 0.0, "index": 23}),
             {**length, "micro_batch": 1},
         ),
+        **{
+            f"checkpointed {'reentrant ' * reentrant}{name}": (
+                Case(model("Checkpointed", strategy, kwargs={"reentrant": reentrant}), poison={"value": value}),
+                cause,
+            )
+            for reentrant in (False, True)
+            for name, value, cause in (
+                ("forward", BAD, {**log, "module": "log"}),
+                ("backward", 0.0, {"kind": "backward", "module": "", "operation": "CheckpointFunctionBackward"}
+                 if reentrant else length),
+            )
+        },
         "inputs": (Case(model("Logs", strategy), poison={"value": math.nan}), {**odd, "kind": "inputs"}),
         "inputs in fp16": (Case(model("Logs", strategy, precision="fp16"), poison={"value": 1e5}), {**odd, "kind": "cast"}),
         "targets": (
@@ -434,6 +466,51 @@ def test_what_does_not_come_again_has_no_cause(tmp_path: Path) -> None:
     assert ran.event["cause"] is None and ran.event["ranks"] is None and len(ran.event["files"]) == 1
     assert ran.event["reason"] == "it did not come again when the step was run again"
     assert ran.error is not None and ran.event["reason"] in ran.error
+
+
+class OnceInBackward(torch.autograd.Function):
+    """Infinite in its third backward, and never again."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        OnceInBackward.calls += 1
+        return gradient * (math.inf if OnceInBackward.calls == 3 else 1.0)
+
+
+class InBackward(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return OnceInBackward.apply(super().forward(x))
+
+
+def test_a_gradient_that_does_not_come_again_has_no_cause(tmp_path: Path) -> None:
+    """And is not said to come of a sum."""
+    OnceInBackward.calls = 0
+    ran = alone(Case(model("InBackward", "single"), poison=None), tmp_path / "run")
+    assert (ran.event["what"], ran.event["cause"], ran.event["step"]) == ("gradient norm", None, 2)
+    assert ran.event["reason"] == "it did not come again when the step was run again"
+    assert ran.event["gradients"] and ran.event["text"].endswith(f"gradient of {ran.event['gradients'][0]}")
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_the_step_is_recorded_as_it_was_not_as_it_came_again(view: bool, tmp_path: Path) -> None:
+    """With gradients that are views of DDP's buckets, into which the second backward writes."""
+    config = model("once", "ddp", on_nonfinite=OnNonfinite.record)
+    config = replace(config, strategy=DDPStrategy(gradient_as_bucket_view=view))
+    ran = run_distributed(run, 2, Case(config, poison=None, steps=2), tmp_path / "run")[0]
+    assert ran.event["cause"] is None and all(value.isnan().all() for value in ran.weights.values())
+
+
+def test_three_ranks(tmp_path: Path) -> None:
+    """The sample is the third one's."""
+    config = model("Logs", "fsdp2", on_nonfinite=OnNonfinite.skip)
+    ran = run_distributed(run, 3, Case(config, poison={"index": 23}), tmp_path / "run")[0]
+    assert ran.event["ranks"] == [2] and ran.cause["samples"] == [22, 23] and "on rank 2 of 3" in ran.event["text"]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-flat"])
@@ -654,3 +731,66 @@ def test_a_resumed_run_keeps_what_was_before(tmp_path: Path) -> None:
     folder.update_record(status="running", nonfinite=[{"step": 2}, {"step": 3}, {"step": 4}])
     Guard(config, folder, None).begin(trainer)
     assert read_record(tmp_path)["nonfinite"] == [{"step": 2}, {"step": 3}]
+
+
+# --- by the command line
+
+LOGS = [
+    *("model=custom", f"model._target_={__name__}.Logs", "model.block_classes=[Block]"),
+    *("model.input_shape=[6]", "model.target_shape=[6]", "gate.steps=1", "gate.fp64_reference=false", "window=off"),
+    *("steps=6", "global_batch=8", f"fault._target_={__name__}.Poison", "+fault.kwargs.index=38"),
+]
+"""The gate passes; the fifth step's samples are 32 to 39, of which rank 1 has the last four."""
+
+
+def test_stop(tmp_path: Path) -> None:
+    ended = distbench(*LOGS, "strategy=fsdp", "checkpoint.every=2", cwd=tmp_path)
+    assert ended.code == 4, ended.said
+    record, text = (
+        ended.record,
+        "step 5: the loss is nan: made by tail.0 (Log), in forward from finite inputs, on rank 1 of 2",
+    )
+    assert record["status"] == "crashed" and f"NonFiniteError: {text}" in record["reason"]
+    assert record["gate"]["passed"] and [event["step"] for event in record["nonfinite"]] == [5]
+    assert f"distbench: {text}, micro-batch 0 (samples 36 to 39)" in ended.out
+    assert "last checkpoint: checkpoints/step_00000004" in ended.out and "Traceback" not in ended.said
+    assert not (ended.run / "checkpoints" / "step_00000005").exists()
+    (command,) = re.findall(r"to look at its batch: python (-c) \"(.*)\"", ended.out)
+    shown = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True)
+    assert shown.returncode == 0 and "-1.0000e+03" in shown.stdout
+    assert [json.loads(line)["step"] for line in (ended.run / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+
+
+def test_skip_in_the_window(tmp_path: Path) -> None:
+    window = ["window=default", "window.measured=2", "window.reference=1", "window.repeats=1", "window.warm_up=1"]
+    ended = distbench(*LOGS, *window, "steps=8", "strategy=ddp", "on_nonfinite=skip", cwd=tmp_path)
+    assert ended.code == 0, ended.said
+    assert ended.record["window"] is not None and ended.record["result"]["skipped_steps"] == 1
+    assert [event["step"] for event in ended.record["nonfinite"]] == [5]
+    assert "(samples 36 to 39); not taken" in ended.out
+    rows = [json.loads(line) for line in (ended.run / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        [row["step"] for row in rows if row["skipped"]] == [row["step"] for row in rows if row["loss"] == "nan"] == [5]
+    )
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_a_gate_that_passes_what_is_not_finite_on_both_sides(policy: str, tmp_path: Path) -> None:
+    """Nothing differs, so it is the guard's to say, right after; from the baseline's state, since weights are gone."""
+    words = [word for word in LOGS if "_target_" not in word and "fault" not in word]
+    words += [f"model._target_={__name__}.AlwaysLog", "gate.steps=2", f"on_nonfinite={policy}", "optimizer=adamw"]
+    ended = distbench(*words, "strategy=fsdp2", "steps=4", cwd=tmp_path)
+    record = ended.record
+    assert record["gate"]["passed"] and "bitwise" in record["gate"]["text"]
+    assert [event["step"] for event in record["nonfinite"]] == ([1] if policy == "stop" else [1, 3, 4])
+    cause = record["nonfinite"][0]["cause"]
+    assert (cause["module"], cause["module_class"], cause["kind"]) == ("", "AlwaysLog", "forward")
+    assert "step 1: in the gate, as in its baseline, the loss is nan: made by the model itself (AlwaysLog)" in ended.out
+    assert ended.code == (4 if policy == "stop" else 0), ended.said
+    assert record["status"] == ("crashed" if policy == "stop" else "passed")
+
+
+def test_another_policy_is_refused(tmp_path: Path) -> None:
+    ended = distbench("on_nonfinite=ignore", cwd=tmp_path)
+    assert ended.code == 2 and ended.left == []
+    assert "on_nonfinite=ignore is not one of stop, skip, record" in ended.err
