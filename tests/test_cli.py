@@ -224,9 +224,10 @@ def test_a_user_model_beside_the_command_is_found(tmp_path: Path) -> None:
     (tmp_path / "my_model.py").write_text("from torch.nn import Linear\n\n\ndef build():\n    return Linear(6, 6)\n")
     words = [word for word in target("x") if "_target_" not in word]
     script = "import sys; from distbench.__main__ import entry; sys.path.pop(0); entry()"
-    command = [sys.executable, "-c", script, *words, "model._target_=my_model.build", "optimizer=sgd", "on_nonfinite=record"]
+    command = [sys.executable, "-c", script, *words, "model._target_=my_model.build", "optimizer=sgd"]
+    own = ["optimizer.lr=1e30", "steps=5", "clip_norm=null", "on_nonfinite=record"]
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    ended = Command(*command, "optimizer.lr=1e30", "steps=5", "clip_norm=null", cwd=tmp_path, env=env).finish()
+    ended = Command(*command, *own, cwd=tmp_path, env=env).finish()
     assert ended.code == OK, ended.said
     assert "passed: loss" in ended.out and "-> nan in 5 steps" in ended.out
     assert ended.record["result"]["last_loss"] == "nan"
