@@ -333,6 +333,7 @@ def found_in(strategy: str) -> dict[str, tuple[Case, dict[str, Any]]]:
     return {
         "log": (Case(model("Logs", strategy)), log),
         "log bf16": (Case(model("Logs", strategy, precision="bf16")), log),
+        "log autocast": (Case(model("Logs", strategy, precision="bf16_autocast")), log),
         "log fp16": (Case(model("Logs", strategy, precision="fp16")), log),
         "second micro-batch": (
             Case(model("Logs", strategy), poison={"index": 22}),
