@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-NAMES = ("cli", "trainer", "sweep", "gate", "window", "gradient_summary", "diff_files", "rank")
+NAMES = ("cli", "trainer", "sweep", "checkpoints", "gate", "window", "gradient_summary", "diff_files", "rank")
 
 
 def main(argv: list[str]) -> int:

@@ -33,7 +33,7 @@ EXIT_CODES = {
 
 RANKS_SECTIONS = (
     *("model", "initial_weights", "units", "wrapper", "topology", "dtypes", "gate"),
-    *("nonfinite", "window", "window_reason", "result", "checkpoint", "last_checkpoint", "checkpoint_error"),
+    *("nonfinite", "window", "window_reason", "result", "checkpoint", "last_checkpoint", "checkpoint_error", "saving"),
 )
 """The record's keys that rank 0 fills in."""
 

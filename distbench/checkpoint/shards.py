@@ -83,7 +83,7 @@ class Shards:
             own = dict(header.tensors)
             for name, (first, shape) in self._table(entry, header.metadata).items():
                 stored = own.pop(name, None)
-                if stored is None or len(stored.shape) != 1:
+                if stored is None or len(stored.shape) != 1 or not name.startswith(("P/", "O/")):
                     raise CheckpointError(f"{folder / entry.name} is damaged: it has no piece {detail(repr(name))}")
                 piece = Piece(rank, first, stored.numel, stored.start)
                 found.setdefault(name, []).append((Form(stored.dtype, tuple(shape)), piece))

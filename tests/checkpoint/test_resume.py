@@ -71,6 +71,22 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(straight: Path, half:
     assert [path.name for path in complete(run / "checkpoints")] == ["step_00000006", "step_00000008"]
 
 
+def test_and_so_is_one_that_did_not_wait_for_its_checkpoints(straight: Path, tmp_path: Path) -> None:
+    words = [*RUN, "steps=4", "checkpoint.async=true", "checkpoint.on_error=stop", "hydra.run.dir=run"]
+    ended = distbench(*words, cwd=tmp_path)
+    assert ended.code == OK, ended.said
+    run = tmp_path / "run"
+    record = read_record(run)
+    assert record["config"]["checkpoint"]["async_"] and record["saving"]["saves"] == 2
+    assert [path.name for path in complete(run / "checkpoints")] == ["step_00000002", "step_00000004"]
+    shutil.rmtree(run / "checkpoints" / "step_00000004")  # the one that was written under the steps after it
+    ended = distbench("resume=run", "steps=8", cwd=tmp_path)
+    assert ended.code == OK, ended.said
+    assert losses(run) == losses(straight)
+    mine, theirs = (load_file(path / "checkpoints" / "step_00000008" / "model.safetensors") for path in (run, straight))
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
 def test_another_strategy_starts_from_it(half: Path, tmp_path: Path) -> None:
     words = [word for word in RUN if not word.startswith(("strategy", "checkpoint"))]
     ended = distbench(*words, f"start_from={half}", "strategy=ddp", "steps=6", "hydra.run.dir=new", cwd=tmp_path)
@@ -116,11 +132,15 @@ def test_a_damaged_checkpoint_is_named(half: Path, tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_does(straight: Path, tmp_path: Path) -> None:
+    """And while it runs nobody else goes on in its folder."""
     long = [*RUN, "steps=100000", "hydra.run.dir=run", "logging.progress=false"]
     command = start(*long, cwd=tmp_path)
     run, until = tmp_path / "run", time.monotonic() + 120
     while not complete(run / "checkpoints") and time.monotonic() < until:
         time.sleep(0.05)
+    second = distbench("resume=run", "steps=200000", cwd=tmp_path)
+    assert second.code == USAGE and "is being written by process" in second.err, second.said
+    assert len(read_record(run)["resumes"]) == 0 and command.process.poll() is None
     os.kill(command.process.pid, signal.SIGINT)
     ended = command.finish()
     assert ended.code == INTERRUPTED and "python -m distbench resume=run" in ended.out, ended.said
