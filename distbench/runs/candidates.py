@@ -20,7 +20,7 @@ from distbench.config import digest
 from distbench.errors import RunFolderError
 from distbench.runs.folder import Status, read_record
 from distbench.runs.noise import Windows
-from distbench.runs.sides import number_of
+from distbench.runs.sides import number_of, settings
 
 MAX_WINDOWS, MAX_STEPS = 64, 500
 """Step times kept of one run: its first windows, and every n-th step of longer ones."""
@@ -144,6 +144,8 @@ def _read(folder: Path, reading: Reading) -> None:
         record = read_record(folder)
         shared = comparable(record)
         run = row(folder, record, digest(shared))
+        if run.group not in reading.shared:
+            settings(shared, folder / "record.json")  # it is told apart from others setting by setting, and written out
     except RunFolderError as error:
         reading.unreadable.append((folder, str(error)))
         return

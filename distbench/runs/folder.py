@@ -145,7 +145,7 @@ def read_record(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{file} is not a distbench record")
     if record["schema"] > SCHEMA:
         raise RunFolderError(
-            f"{file} has schema {record['schema']}, this distbench reads up to {SCHEMA}; upgrade distbench"
+            f"{file} has schema {detail(record['schema'])}, this distbench reads up to {SCHEMA}; upgrade distbench"
         )
     return record
 

@@ -17,7 +17,7 @@ from distbench.hydra_edge import label
 from distbench.runs.candidates import TIERS, as_tree
 from distbench.runs.files import write_json
 from distbench.runs.folder import SCHEMA, Status, now, read_record
-from distbench.runs.sides import number_of, read_text
+from distbench.runs.sides import number_of, read_text, settings
 from distbench.runs.text import detail
 
 MAX_BYTES = 64 * 2**20
@@ -86,7 +86,7 @@ def import_rows(file: Path, out: Path, like: Path | None = None) -> list[Path]:
     rows = [_checked(row, f"{file}, row {number}") for number, row in enumerate(_rows(file), 1)]
     if not rows:
         raise RunFolderError(f"{file} has no rows")
-    reference = read_record(like) if like is not None else {}
+    reference = _reference(like)
     records = [(f"{index:03d}_{label(row['name'])}", _record(row, file, reference)) for index, row in enumerate(rows)]
     folders = [out / name for name, _ in records]
     if taken := next((folder for folder in folders if folder.exists()), None):
@@ -148,13 +148,21 @@ def _checked(row: Any, where: str) -> dict[str, Any]:
     return checked
 
 
+def _reference(like: Path | None) -> dict[str, dict[str, Any]]:
+    """The sections of a run's record that imported rows share with it, empty without one."""
+    record = read_record(like) if like is not None else {}
+    shared = {name: as_tree(record.get(name)) for name in ("config", "environment", "topology")}
+    settings(shared, (like or Path()) / "record.json")  # refuses what is nested too deeply to be written again
+    return shared
+
+
 SHARED = ("model", "data", "loss", "optimizer", "global_batch", "clip_norm", "seed")
 
 
-def _record(row: dict[str, Any], file: Path, reference: dict[str, Any]) -> dict[str, Any]:
+def _record(row: dict[str, Any], file: Path, reference: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A record with what the row says, and with `reference`'s answers to what makes runs comparable."""
-    config = {key: value for key, value in as_tree(reference.get("config")).items() if key in SHARED}
-    if not reference:
+    config = {key: value for key, value in reference["config"].items() if key in SHARED}
+    if not config:
         config = {"model": {"name": row.get("model")}, "global_batch": row.get("global_batch")}
     options = {"strategy": "name", "precision": "name", "wrap_policy": "name", "prefetch": "backward"}
     for group, key in options.items():
@@ -171,8 +179,8 @@ def _record(row: dict[str, Any], file: Path, reference: dict[str, Any]) -> dict[
         "config": config,
         "effective": digest({"imported": True, "name": row["name"], "config": {**config, "sweep": None}}),
         "not_applicable": {},
-        "environment": reference.get("environment") or {"packages": {"torch": row.get("torch")}},
-        "topology": {"ranks": as_tree(reference.get("topology")).get("ranks") or device},
+        "environment": reference["environment"] or {"packages": {"torch": row.get("torch")}},
+        "topology": {"ranks": reference["topology"].get("ranks") or device},
         "batch": {"world_size": row.get("world_size"), "accumulation": row.get("accumulation")},
         "gate": {
             "passed": True if "gate_tier" in row else None,

@@ -139,9 +139,9 @@ def _open_twin(path: Path) -> Side:
             raise ValueError(f"{name!r} is not the name of a cell")
     twin = path.resolve().parent / name
     if not twin.is_dir() or (twin / _DUPLICATE).exists():
-        raise RunFolderError(f"{path} is the same experiment as {name}, which is no run folder beside it")
+        raise RunFolderError(f"{path} is the same experiment as {detail(name)}, which is no run folder beside it")
     side = _open_folder(twin)
-    side.notes.insert(0, f"{path} was not run, as it is the same experiment as {name}: that one is compared")
+    side.notes.insert(0, f"{path} was not run, as it is the same experiment as {detail(name)}: that one is compared")
     return side
 
 
@@ -300,7 +300,9 @@ def read_gate(path: Path) -> str:
         if not isinstance(schema, int) or isinstance(schema, bool) or schema < 1 or not isinstance(text, str):
             raise ValueError("not a distbench gate verdict")
     if schema > GATE_SCHEMA:
-        raise RunFolderError(f"{path} has schema {schema}, this distbench reads up to {GATE_SCHEMA}; upgrade distbench")
+        raise RunFolderError(
+            f"{path} has schema {detail(schema)}, this distbench reads up to {GATE_SCHEMA}; upgrade distbench"
+        )
     return text
 
 

@@ -26,7 +26,7 @@ from distbench.runs.diff import diff
 from distbench.runs.files import json_text
 from distbench.runs.folder import read_record
 from distbench.runs.imported import import_rows
-from distbench.runs.rank import rank
+from distbench.runs.rank import rank, to_json
 from distbench.runs.sides import Side, read_gate, read_losses
 from tests.cli import REPOSITORY
 from tests.fuzz.mutations import split_tensors
@@ -234,6 +234,44 @@ def test_rows_like_a_damaged_run(section: str, value: Any, tmp_path: Path) -> No
     (tmp_path / "rows.json").write_text(json.dumps([ROW]))
     (made,) = import_rows(tmp_path / "rows.json", tmp_path / "out", folder)
     assert read_runs([made]).runs
+
+
+def nested(depth: int) -> Any:
+    tree: Any = 1
+    for _ in range(depth):
+        tree = {"a": tree}
+    return tree
+
+
+@pytest.mark.parametrize("depth", [40, 300, 600])
+def test_one_record_nested_too_deeply_is_a_line_and_the_rest_is_ranked(depth: int, tmp_path: Path) -> None:
+    runs(tmp_path)
+    folder = tmp_path / "000_a"
+    tree = read_record(folder)
+    tree["config"]["model"] = nested(depth)
+    (folder / "record.json").write_text(json.dumps(tree))
+    ranking = rank([tmp_path])
+    assert ranking.chosen is not None and ranking.chosen.name == "001_b"
+    ((_, why),) = ranking.reading.unreadable
+    assert "too deeply nested" in why
+    json_text(to_json(ranking))
+    (tmp_path / "rows.json").write_text(json.dumps([ROW]))
+    with pytest.raises(RunFolderError, match="too deeply nested"):
+        import_rows(tmp_path / "rows.json", tmp_path / "out", folder)
+
+
+@pytest.mark.parametrize("name", ["record.json", "gate.json"])
+def test_a_schema_of_thousands_of_digits(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(f'{{"schema": {"9" * 4000}, "text": ""}}')
+    with pytest.raises(RunFolderError, match="upgrade distbench") as caught:
+        READERS[name](tmp_path / name)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_duplicate_of_many_lines(tmp_path: Path) -> None:
+    (tmp_path / "duplicate_of.json").write_text(json.dumps({"duplicate_of": "a\n\nb"}))
+    with pytest.raises(RunFolderError, match="same experiment as a b, which is no run folder"):
+        Side.open(tmp_path)
 
 
 @pytest.mark.parametrize("config", [None, [], "model: {}", 3, {}, {"model": 3}, {"model": [1]}, {"steps": {"a": 1}}])
