@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """Subcommand -> (module with `main(argv) -> exit code`, what it does)."""
 
-READERS = {"diff", "import", "rank", "report"}
+READERS = {"diff", "export", "import", "rank", "report"}
 """Those that take files from others, as data (docs/security.md)."""
 
 HELP = """\

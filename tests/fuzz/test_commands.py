@@ -25,7 +25,7 @@ NUMBER = 8
 """Damaged files for each command and file of the real runs."""
 SWEEP = [
     *("-m", "strategy=ddp,fsdp", "model.hidden_dim=8", "model.num_layers=2", "model.seq_len=4"),
-    *("steps=16", "window.repeats=1", "gate.keep_gradients=true"),
+    *("steps=16", "window.repeats=1", "gate.keep_gradients=true", "checkpoint.every=16"),
 ]
 """Two runs with all that a report shows of one: window, tracked steps, timeline, gate."""
 
@@ -242,6 +242,7 @@ def test_nothing_is_imported_from_the_folder_that_is_read(how: list[str], real: 
     folder = Path(shutil.copytree(real, tmp_path / "runs"))
     for name in ("rich", "numpy", "torch", "orjson", "yaml", "safetensors", "numba"):
         (folder / f"{name}.py").write_text(f"raise SystemExit('imported {name}')")
-    for words in (["report", "."], ["diff", "000_a", "001_b"]):
+    for words in (["report", "."], ["diff", "000_a", "001_b"], ["export", "000_a", "--output", "model.safetensors"]):
         done = Command(sys.executable, *how, *words, cwd=folder).finish()
         assert done.code == 0 and "imported" not in done.said, done.said
+        (folder / "model.safetensors").unlink(missing_ok=True)
