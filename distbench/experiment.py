@@ -323,7 +323,9 @@ def starting_point(config: Config) -> Path | None:
     if asked is None:
         return None
     start = checkpoint_of(Path(asked), what)
-    if step_of(start) >= config.steps:
+    # A run that died after its last step has its model and its record to write.
+    unfinished = config.resume is not None and read_record(Path(asked))["status"] != Status.passed
+    if step_of(start) >= config.steps + unfinished:
         raise ConfigError(
             f"{what}={asked} is at step {step_of(start)} of steps={config.steps}; add steps=... to train on"
         )

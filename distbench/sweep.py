@@ -14,6 +14,7 @@ from typing import Any, NoReturn, cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -157,12 +158,26 @@ def _has_only_fields(node: Any, value: Any) -> bool:
     return set(node) <= _names(value) and all(_has_only_fields(node._get_node(k), getattr(value, k)) for k in node)
 
 
+CLAIMS = ".experiments"
+"""In a sweep's folder: which cell runs which effective experiment."""
+
+
+def _begin(sweep_dir: Path) -> None:
+    """Make the folder a sweep's own: cells of two sweeps would be given the same names in it, and run in each other's."""
+    try:
+        (sweep_dir / CLAIMS).mkdir(parents=True)
+    except FileExistsError:
+        _usage(f"{sweep_dir} already holds a sweep; choose another hydra.sweep.dir")
+    except OSError as error:
+        _usage(f"cannot write {error.filename}: {error.strerror}; set output_dir=...")
+
+
 def _claim(sweep_dir: Path, config: Config, folder: Path) -> str | None:
     """The name of the cell that already runs this effective experiment in the same repeat; else claim it for `folder`.
 
     Exclusive creation, so that cells of one sweep may run in different processes or on different hosts.
     """
-    claims = sweep_dir / ".experiments"
+    claims = sweep_dir / CLAIMS
     claims.mkdir(exist_ok=True)
     claim = claims / f"{digest(effective(config))}_{config.sweep.repeat}"
     try:
@@ -193,6 +208,9 @@ class SweepCallback(Callback):
         if config.sweep.repeats > 1:
             _usage(f"sweep.repeats={config.sweep.repeats} repeats the cells of a sweep, and this is one run; add -m")
         _refuse(config, where="")
+        folder = RunFolder(Path(config.hydra.run.dir))
+        if folder.record_path.exists():  # before Hydra writes its own files beside it
+            _usage(f"{folder.path} already holds a run; choose another hydra.run.dir")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -207,6 +225,7 @@ class SweepCallback(Callback):
         if config.hydra.sweeper._target_ != BASIC_SWEEPER:
             if config.sweep.repeats > 1:
                 _usage(f"sweep.repeats={config.sweep.repeats} needs Hydra's own sweeper; use sweep.repeats=1")
+            _begin(Path(config.hydra.sweep.dir))
             return  # other sweepers choose their cells as they go; each is validated when it starts
         _add_repeats(config)
         loader = GlobalHydra.instance().config_loader()
@@ -222,6 +241,7 @@ class SweepCallback(Callback):
             except (HydraException, OmegaConfBaseException) as error:
                 _usage(f"{where}{hydra_edge.explain(error)}")
             _refuse(checked, where)
+        _begin(Path(config.hydra.sweep.dir))
         loader.load_sweep_config = composed.load_sweep_config
         _unfinished.append((Path(config.hydra.sweep.dir), config.decide))
         print(f"sweep of {len(cells)} cells in {config.hydra.sweep.dir}", flush=True)
@@ -229,6 +249,12 @@ class SweepCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.mode is RunMode.MULTIRUN:
             print(f"[{config.hydra.job.num}] {Path(config.hydra.sweep.subdir).name.partition('_')[2]}", flush=True)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        if config.hydra.mode is RunMode.MULTIRUN:
+            job_return.cfg = job_return.hydra_cfg = (
+                None  # Hydra keeps what a cell returns to the sweep's end: 0.2 MB each
+            )
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         conclude(Path(config.hydra.sweep.dir), config.decide)

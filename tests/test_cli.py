@@ -180,6 +180,7 @@ def test_a_run_folder_is_not_used_twice(tmp_path: Path) -> None:
     refused = distbench(*SMALL, "hydra.run.dir=mine", cwd=tmp_path)
     assert refused.code == USAGE and "mine already holds a run; choose another hydra.run.dir" in refused.err
     assert json.loads((tmp_path / "mine" / "record.json").read_text())["status"] == "passed"
+    assert refused.left == ["mine", "mine/record.json"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import JobReturn
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 
@@ -82,6 +83,27 @@ def test_a_sweeps_end_writes_its_decision(tmp_path: Path, capsys: pytest.Capture
 def test_a_decision_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep.conclude(tmp_path / "gone", compose_tree().decide)
     assert "no decision for" in capsys.readouterr().err and exit_code() == ExitCode.USAGE
+
+
+def test_a_folder_holds_one_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep._begin(tmp_path / "mine")
+    with pytest.raises(SystemExit) as refused:
+        sweep._begin(tmp_path / "mine")
+    assert refused.value.code == ExitCode.USAGE
+    said = f"distbench: {tmp_path / 'mine'} already holds a sweep; choose another hydra.sweep.dir\n"
+    assert capsys.readouterr().err == said
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as refused:
+        sweep._begin(tmp_path / "file" / "below")
+    assert refused.value.code == ExitCode.USAGE and "set output_dir=..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("mode", "kept"), [(RunMode.MULTIRUN, False), (RunMode.RUN, True)])
+def test_a_sweep_does_not_keep_the_configs_of_its_cells(mode: RunMode, kept: bool) -> None:
+    config = OmegaConf.create({"hydra": {"mode": mode}})
+    returned = JobReturn(cfg=config, hydra_cfg=config)
+    SweepCallback().on_job_end(config, returned)
+    assert (returned.cfg is not None, returned.hydra_cfg is not None) == (kept, kept)
 
 
 def test_cells_that_start_at_once_claim_it_once(tmp_path: Path) -> None:
