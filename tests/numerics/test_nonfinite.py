@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distbench.build import build_trainer, set_determinism
-from distbench.config import SGD, AdamW, Config, DDPStrategy, LossKind, LossScaler, NoWrap, OnNonfinite
+from distbench.config import SGD, AdamW, Config, DDPStrategy, Gate, LossKind, LossScaler, NoWrap, OnNonfinite
 from distbench.data.batches import SampleSource
 from distbench.errors import NonFiniteError
 from distbench.faults.base import Fault
 from distbench.launching.world import World
 from distbench.losses import Loss
+from distbench.numerics.cache import BaselineEntry
 from distbench.numerics.nonfinite import MAX_EVENTS, Call, Guard
 from distbench.preflight import preset
 from distbench.runs.folder import RunFolder, read_record
@@ -33,6 +34,7 @@ from distbench.trainer import Trainer
 from tests.cli import distbench
 from tests.configs import STRATEGIES, custom
 from tests.distributed import run_distributed
+from tests.gates import in_world, make_baseline
 from tests.models_for_tests import FEATURES, Block, Hidden, Normed, Plain
 from tests.steps import ONE_PROCESS
 
@@ -167,6 +169,24 @@ class Checkpointed(Lengths):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return self.head(checkpoint(self.log, x - 3 * x.detach().abs(), use_reentrant=self.reentrant))
+
+
+class Squashed(Plain):
+    """Finite for infinite inputs, which its gradients are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.tanh(x * self.gain))
+
+
+class Shifted(Plain):
+    """An infinite loss with finite gradients, from the first step on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1e20
 
 
 class AlwaysLog(Plain):
@@ -505,6 +525,37 @@ def test_the_step_is_recorded_as_it_was_not_as_it_came_again(view: bool, tmp_pat
     config = replace(config, strategy=DDPStrategy(gradient_as_bucket_view=view))
     ran = run_distributed(run, 2, Case(config, poison=None, steps=2), tmp_path / "run")[0]
     assert ran.event["cause"] is None and all(value.isnan().all() for value in ran.weights.values())
+
+
+def test_infinite_inputs_of_a_finite_loss(tmp_path: Path) -> None:
+    ran = alone(Case(model("Squashed", "single"), poison={"value": math.inf}), tmp_path / "run")
+    assert (ran.event["what"], ran.cause["kind"], ran.cause["samples"]) == ("gradient norm", "inputs", [SAMPLE])
+    assert ran.event["gradients"] == ["gain"]
+
+
+def test_looking_back_at_the_gate_leaves_no_trace(tmp_path: Path) -> None:
+    config = model("Shifted", "single", optimizer=AdamW(lr=0.01), on_nonfinite=OnNonfinite.record, gate=Gate(steps=2))
+    config = in_world(replace(config, steps=3), 1)
+    entry = BaselineEntry(str(make_baseline(config, tmp_path)), reused=False)
+    states = []
+    for looks in (True, False):
+        folder = RunFolder(tmp_path / f"looks {looks}")
+        folder.path.mkdir()
+        folder.update_record(status="running")
+        set_determinism(config, 1)
+        trainer, _ = build_trainer(config, ONE_PROCESS)
+        guard = Guard(config, folder, None)
+        trainer.observers = [guard]
+        trainer.run(until=2)
+        guard.begin(trainer, entry if looks else None)
+        assert [event["step"] for event in read_record(folder.path)["nonfinite"]] == [1] * looks
+        trainer.run(until=3)
+        state = trainer.optimizer.state_dict()["state"]
+        states.append(
+            [*trainer.strategy.full_state(trainer.module).values(), *(v for s in state.values() for v in s.values())]
+        )
+    assert len(states[0]) == 4 * len(trainer.optimizer.state)
+    assert all(a.isfinite().all() and torch.equal(a, b) for a, b in zip(*states, strict=True))
 
 
 def test_three_ranks(tmp_path: Path) -> None:
