@@ -25,7 +25,8 @@ MAX_METRICS_BYTES = 256 * 2**20
 """A million steps."""
 MAX_GATE_BYTES = 64 * 2**20
 """Of gate.json: 50,000 parameters. A tree may take 25 times its text in memory."""
-MAX_YAML_BYTES = 2**20
+MAX_YAML_BYTES = 2**18
+"""A hundred times what a run writes, and the most that PyYAML reads in seconds whatever it is."""
 MAX_SETTINGS = 20_000
 """Leaves of a config tree: far more than any real one has, and few enough that aliases cannot blow it up."""
 MAX_BITS = 4096

@@ -34,7 +34,7 @@ from tests.fuzz.targets import ROW, TARGETS, run, runs, stored, tensor_file, two
 from tests.runs.folders import usual_run
 from tests.runs.records import write
 
-NUMBER = 25
+NUMBER = 15
 """Files for each reader here; `python -m tests.fuzz --number 5000` reads more."""
 
 
