@@ -74,7 +74,7 @@ class Form:
         return math.prod(self.shape)
 
     def __str__(self) -> str:
-        return f"{self.shape} {DTYPES[self.dtype][0]}"
+        return f"{detail(self.shape)} {DTYPES[self.dtype][0]}"
 
 
 @dataclass(frozen=True)

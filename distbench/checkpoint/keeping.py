@@ -92,7 +92,7 @@ class Keeper:
         """Write one, drop what need not be kept; with `checkpoint.async` its way to disk begins here. A collective; raises
         CheckpointError with `on_error=stop`, of the one before as well."""
         self.settle()
-        self.trainer.beat("checkpoint", self.trainer.step)
+        self._beat()
         began = time.perf_counter()
         try:
             save = begin(self.trainer, self.folder.checkpoints, {"config": to_container(self.config)})
@@ -116,6 +116,7 @@ class Keeper:
         """See the one that is on its way through, on every rank. A collective; raises as `save` does."""
         if self._pending is None:
             return
+        self._beat()
         began, pending, self._pending = time.perf_counter(), self._pending, None
         try:
             pending.finish(self.trainer.world)
@@ -132,6 +133,9 @@ class Keeper:
         if self._pending is not None:
             self._pending.wait(timeout_s)
             self._note()
+
+    def _beat(self) -> None:
+        self.trainer.beat("checkpoint", self.trainer.step)
 
     def _committed(self, save: Save) -> None:
         """Rank 0, as soon as it is a checkpoint, in whichever thread: files that nobody else writes."""

@@ -71,7 +71,9 @@ def read_manifest(folder: Path) -> list[Entry]:
     if not isinstance(schema, int) or not isinstance(rows, list):
         raise CheckpointError(f"{file} is damaged: it has no schema, or no list of files")
     if schema > SCHEMA:
-        raise CheckpointError(f"{file} has schema {detail(schema)}, this distbench reads up to {SCHEMA}; upgrade distbench")
+        raise CheckpointError(
+            f"{file} has schema {detail(schema)}, this distbench reads up to {SCHEMA}; upgrade distbench"
+        )
     entries = [_entry(file, row) for row in rows]
     if len({entry.name for entry in entries}) != len(entries):
         raise CheckpointError(f"{file} names a file twice")

@@ -56,8 +56,10 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(straight: Path, half:
     run = copied(half, tmp_path)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0, "grad_norm": 1.0}\n{"step": 6, "lo')  # it went on, and died
-    ended = distbench("resume=run", "steps=8", cwd=tmp_path)
+    both = [start("resume=run", "steps=8", cwd=tmp_path) for _ in range(2)]
+    ended, refused = sorted((command.finish() for command in both), key=lambda finished: finished.code)
     assert ended.code == OK, ended.said
+    assert refused.code == USAGE and ("is being written by" in refused.err or "is at step 8" in refused.err), refused.said
     assert losses(run) == losses(straight) and len(losses(run)) == 8
     record, other = read_record(run), read_record(straight)
     assert record["status"] == "passed" and record["gate"]["passed"] and record["finished"]
@@ -78,7 +80,7 @@ def test_and_so_is_one_that_did_not_wait_for_its_checkpoints(straight: Path, tmp
     run = tmp_path / "run"
     record = read_record(run)
     assert record["config"]["checkpoint"]["async_"] and record["saving"]["saves"] == 2
-    assert [path.name for path in complete(run / "checkpoints")] == ["step_00000002", "step_00000004"]
+    assert [path.name for path in complete(run / "checkpoints")] == ["step_00000003", "step_00000004"]
     shutil.rmtree(run / "checkpoints" / "step_00000004")  # the one that was written under the steps after it
     ended = distbench("resume=run", "steps=8", cwd=tmp_path)
     assert ended.code == OK, ended.said
