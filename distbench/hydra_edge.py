@@ -226,6 +226,10 @@ def refuse_flags(argv: list[str]) -> None:
     for word in argv:
         if word.startswith("--"):
             name, _, value = word[2:].partition("=")
+            if name and "experimental-rerun".startswith(name):  # argparse takes any beginning of it
+                raise ConfigError(
+                    f"{word}: Hydra would unpickle a file, which can hold code; resume=RUN goes on with a run"
+                )
             key = name.replace("-", "_")
             if target := key if key in valid_keys() else known_as(key):
                 raise ConfigError(f"{word} is not a flag; overrides have no dashes: {target}={value or '...'}")

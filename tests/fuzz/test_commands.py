@@ -236,6 +236,14 @@ def test_the_command_line_itself(real: Path, tmp_path: Path) -> None:
         assert done.code == code and (code != 2 or done.err.count("\n") == 1), done.said
 
 
+@pytest.mark.parametrize("flag", ["--experimental-rerun", "--exp"])
+@pytest.mark.parametrize("sign", ["=", " "])
+def test_hydra_unpickles_nothing(flag: str, sign: str, tmp_path: Path) -> None:
+    (tmp_path / "config.pickle").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
+    done = distbench(*f"{flag}{sign}config.pickle".split(), cwd=tmp_path)
+    assert done.code == 2 and "would unpickle a file" in done.err and not (tmp_path / "executed").exists()
+
+
 @pytest.mark.parametrize("how", [["-m", "distbench"], ["-c", "from distbench.__main__ import entry; entry()"]])
 def test_nothing_is_imported_from_the_folder_that_is_read(how: list[str], real: Path, tmp_path: Path) -> None:
     """A file there that is called as a module of ours, or as what it imports."""
