@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 import shlex
 from functools import cache
@@ -157,7 +158,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"launch__nproc": 0}, "launch.nproc=0 is too small"),
     ({"launch__threads_per_rank": 0}, "launch.threads_per_rank=0 must be at least 1 or auto"),
     ({"launch__threads_per_rank": "many"}, "launch.threads_per_rank='many' must be at least 1 or auto"),
-    ({"launch__timeout_s": 0.0}, "launch.timeout_s=0.0 must be positive"),
+    ({"launch__timeout_s": 0.0}, "launch.timeout_s=0.0 must be a positive number of seconds"),
+    ({"launch__stall_timeout_s": -1.0}, "launch.stall_timeout_s=-1.0 must be a positive number of seconds"),
+    ({"launch__stall_timeout_s": math.inf}, "launch.stall_timeout_s=inf must be a positive number of seconds"),
+    ({"launch__grace_s": 0.0}, "launch.grace_s=0.0 must be a positive number of seconds"),
+    ({"launch__max_restarts": -1}, "launch.max_restarts=-1 must be 0 or more"),
     ({"launch__master_port": 0}, "launch.master_port=0 must be a port number or auto"),
     ({"launch__master_port": 65536}, "launch.master_port=65536 must be a port number or auto"),
     ({"launch__master_port": "http"}, "launch.master_port='http' must be a port number or auto"),
