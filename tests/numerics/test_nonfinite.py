@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distbench.build import build_trainer, set_determinism
-from distbench.config import SGD, AdamW, Config, DDPStrategy, Gate, LossKind, LossScaler, NoWrap, OnNonfinite
+from distbench.config import SGD, AdamW, BlockWrap, Config, DDPStrategy, Gate, LossKind, LossScaler, NoWrap, OnNonfinite
 from distbench.data.batches import SampleSource
 from distbench.errors import NonFiniteError
 from distbench.faults.base import Fault
@@ -368,7 +368,7 @@ def found_in(strategy: str) -> dict[str, tuple[Case, dict[str, Any]]]:
         ),
         "one unit": (Case(model("Logs", strategy, wrap=NoWrap())), log),
         "between modules": (
-            Case(model("Divided", strategy)),
+            Case(model("Divided", strategy, wrap=BlockWrap(classes=["Block", "Divides"]))),
             {**forward, "module": "blocks.0", "module_class": "Divides"},
         ),
         "masked": (Case(model("Masked", strategy)), log),
