@@ -138,9 +138,13 @@ class Keeper:
         self.trainer.beat("checkpoint", self.trainer.step)
 
     def _committed(self, save: Save) -> None:
-        """Rank 0, as soon as it is a checkpoint, in whichever thread: files that nobody else writes."""
-        write_atomic(self.folder.checkpoints / LATEST, f"{save.final.name}\n")
-        self._drop()
+        """Rank 0, as soon as it is a checkpoint, in whichever thread: files that nobody else writes. It is one whatever
+        becomes of them."""
+        try:
+            write_atomic(self.folder.checkpoints / LATEST, f"{save.final.name}\n")
+            self._drop()
+        except OSError as error:
+            print(f"distbench: after {save.final} was written: {error}", file=sys.stderr, flush=True)
 
     def _note(self) -> None:
         """Say of one that was written in the background that it is there. The record has one writer, the main thread, which

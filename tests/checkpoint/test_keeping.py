@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from distbench.checkpoint import saving
+from distbench.checkpoint import keeping, saving
 from distbench.checkpoint.keeping import LATEST, Keeper
 from distbench.checkpoint.manifest import complete
 from distbench.checkpoint.sharded import load_shards, save_shards
 from distbench.checkpoint.state import STATE
-from distbench.config import Checkpoint, Config, OnError
+from distbench.config import Checkpoint, Config, OnError, spelled
 from distbench.errors import CheckpointError
 from distbench.launching.world import World
 from distbench.runs.folder import RunFolder, read_record
 from distbench.trainer import Observer, StepMetrics, Trainer
 from tests.checkpoint.test_sharded import ADAMW, everything, start
-from tests.configs import custom, small
+from tests.configs import custom
 from tests.distributed import run_distributed
 from tests.steps import ONE_PROCESS
 
@@ -249,6 +249,24 @@ def test_an_error_of_the_last_one_is_told_at_the_end(tmp_path: Path, monkeypatch
         keeper.run(until=2, since=0)
 
 
+@pytest.mark.parametrize("async_", [False, True])
+def test_an_old_one_that_cannot_be_removed_is_told(
+    async_: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = background("single", keep_last=1, on_error=OnError.stop)
+    keeper = keeper_of(ONE_PROCESS, replace(config, checkpoint=replace(config.checkpoint, async_=async_)), tmp_path)[2]
+
+    def kept(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(keeping.shutil, "rmtree", kept)
+    keeper.run(until=4, since=0)
+    said = capsys.readouterr().err
+    assert "step_00000004 was written: [Errno 13] Permission denied" in said and CHECKPOINT in said
+    assert read_record(tmp_path)["last_checkpoint"] == "checkpoints/step_00000004"
+
+
 def test_what_a_run_left_half_written_is_removed(tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / ".step_00000003.tmp"
     left.mkdir(parents=True)
@@ -265,4 +283,9 @@ def test_memory_for_the_copies_is_kept(tmp_path: Path) -> None:
     assert second["a"].data_ptr() == places["a"] and torch.equal(second["a"], torch.zeros(3))
     assert torch.equal(second["b"], torch.zeros(4)), "one that has grown"
     assert set(staging.copy({"a": torch.ones(3)})) == {"a"}
-    assert small("single").checkpoint == replace(Checkpoint(), async_=False)
+
+
+def test_the_command_line_says_async() -> None:
+    words = ["checkpoint.async=true", "+checkpoint.async=false", "checkpoint.async_=true", "name=checkpoint.async=x"]
+    meant = ["checkpoint.async_=true", "+checkpoint.async_=false", "checkpoint.async_=true", "name=checkpoint.async=x"]
+    assert spelled(words) == meant

@@ -59,7 +59,9 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(straight: Path, half:
     both = [start("resume=run", "steps=8", cwd=tmp_path) for _ in range(2)]
     ended, refused = sorted((command.finish() for command in both), key=lambda finished: finished.code)
     assert ended.code == OK, ended.said
-    assert refused.code == USAGE and ("is being written by" in refused.err or "is at step 8" in refused.err), refused.said
+    assert refused.code == USAGE and ("is being written by" in refused.err or "is at step 8" in refused.err), (
+        refused.said
+    )
     assert losses(run) == losses(straight) and len(losses(run)) == 8
     record, other = read_record(run), read_record(straight)
     assert record["status"] == "passed" and record["gate"]["passed"] and record["finished"]
