@@ -19,7 +19,8 @@ from distbench.runs.files import write_atomic
 from distbench.runs.folder import RunFolder, Status, now, read_record
 
 MAY_DIFFER = {
-    *("steps", "checkpoint", "logging", "launch", "window", "gate", "decide", "name", "output_dir", "resume", "sweep"),
+    *("steps", "checkpoint", "logging", "launch", "window", "gate", "on_nonfinite", "decide", "name", "output_dir"),
+    *("resume", "sweep"),
 }
 """Keys of a config that a resumed run may set anew; every other would make it another experiment."""
 
