@@ -83,7 +83,8 @@ class Keeper:
         if self.options.every is None and not self.options.final:
             return f"stopped as asked after step {step}, without a checkpoint: checkpoint=off"
         self.settle()
-        if step_of_latest(self.folder.checkpoints) != step:
+        latest, *_ = self.trainer.world.gather(step_of_latest(self.folder.checkpoints))  # as rank 0 sees it
+        if latest != step:
             self.save()
             self.settle()
         return f"stopped as asked after step {step}"
@@ -128,8 +129,8 @@ class Keeper:
         self._note()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until this rank has nothing on its way: for one that is about to end. Not a collective, and never raises; what
-        went wrong is told by `settle`."""
+        """Until this rank has nothing on its way: for one that is about to end. Not a collective; what went wrong is told by
+        `settle`."""
         if self._pending is not None:
             self._pending.wait(timeout_s)
             self._note()
