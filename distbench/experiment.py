@@ -144,6 +144,7 @@ def start_ranks(config: Config, model: nn.Module | None, folder: RunFolder) -> N
     """Run this machine's ranks to their end, again after a stale baseline, and as often as `launch.max_restarts` says.
     Raises as `local.start_ranks` does."""
     from distbench.checkpoint.resuming import restarted
+    from distbench.checkpoint.saving import remove_unfinished
     from distbench.launching import local
 
     restarts, stale = 0, False
@@ -152,6 +153,7 @@ def start_ranks(config: Config, model: nn.Module | None, folder: RunFolder) -> N
         try:
             return local.start_ranks(config, folder, baseline)
         except local.RanksFailed as failed:
+            remove_unfinished(folder.checkpoints)  # where that filled the disk there was no room to say so
             if not stale and discard_stale(folder, baseline):
                 stale = True
                 continue
@@ -271,7 +273,7 @@ def pass_and_train(
             log.finish(status=status.value, dtypes=dtypes.seen, **sections)
         return status
 
-    keeper, gate = Keeper(config, folder, trainer), None
+    keeper, gate = Keeper(config, folder, trainer, process.console), None
     try:
         start = starting_point(config)
         observers, before = trainer.observers, trainer.step

@@ -29,9 +29,10 @@ PATIENCE_S = 60.0
 class Keeper:
     """Trains on, and writes `checkpoints/step_XXXXXXXX/` on the way."""
 
-    def __init__(self, config: Config, folder: RunFolder, trainer: Trainer) -> None:
-        """Raises OutputError where another run writes in the folder."""
-        self.config, self.folder, self.trainer = config, folder, trainer
+    def __init__(self, config: Config, folder: RunFolder, trainer: Trainer, console: TextIO | None = None) -> None:
+        """Raises OutputError where another run writes in the folder. `console`: where a rank's user looks, if not at its
+        stderr."""
+        self.config, self.folder, self.trainer, self.console = config, folder, trainer, console
         self.options = config.checkpoint
         self._staging = Staging()
         self._pending: InBackground | None = None
@@ -164,7 +165,8 @@ class Keeper:
         if self.options.on_error is OnError.stop:
             raise error
         if self._leads:
-            print(f"distbench: no checkpoint of step {step}: {error}; the run goes on", file=sys.stderr, flush=True)
+            told = f"distbench: no checkpoint of step {step}: {error}; the run goes on"
+            print(told, file=self.console or sys.stderr, flush=True)
             self.folder.update_record(checkpoint_error=f"step {step}: {error}")
 
     def _drop(self) -> None:

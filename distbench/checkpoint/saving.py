@@ -68,6 +68,8 @@ class Save:
         try:
             entry = write_tensors(file, self.tensors, self.metadata)
         except OSError as error:
+            with suppress(OSError):  # now: the run goes on, and on a full disk it could not write a line of its log
+                file.unlink()
             raise CheckpointError(f"cannot write {self.temporary.name}/{file.name}: {error.strerror}") from error
         return {"entry": asdict(entry), "state": self.own}
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from distbench.config import Config
 from distbench.experiment import run_rank
 from distbench.launching.failure import write_rank_failure
@@ -25,10 +23,12 @@ from distbench.numerics.cache import BaselineEntry
 from distbench.runs.folder import RunFolder
 
 
-@record
 def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) -> None:
     """Entry point that the elastic agent starts. Returns None; what is to be known is in the run folder."""
     end_with_parent()
+    # What went wrong is told in the run folder. The agent falls over an error file of its own that is cut short, as a full
+    # disk or SIGKILL leaves it (torch 2.13, ProcessFailure).
+    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
     # Ctrl-C reaches the whole foreground group: the parent decides what it means and ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if socket.gethostbyname(os.environ["MASTER_ADDR"]).startswith("127."):
