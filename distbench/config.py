@@ -73,7 +73,7 @@ class Order(Enum):
     """How a sweep's repeats follow each other."""
 
     interleaved = "interleaved"
-    """A B C A B C: what drifts on the machine hits all alike."""
+    """A B C, C B A: what drifts on the machine hits all alike."""
     grouped = "grouped"
     """A A B B C C."""
 

@@ -8,12 +8,16 @@ import os
 import pickle
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
@@ -33,6 +37,7 @@ _exit_codes: list[int] = []
 _unfinished: list[tuple[Path, DictConfig]] = []
 """The sweep that is under way in this process, if one is."""
 
+Split = Callable[[list[Override], int | None], list[list[list[str]]]]
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -232,7 +237,10 @@ class SweepCallback(Callback):
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         overrides = OverridesParser.create(loader).parse_overrides([*params, *config.hydra.overrides.task])
         hydra_edge.swept.update(o.get_key_element() for o in overrides if o.is_sweep_override())
-        (cells,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+        # Hydra runs cells in the order in which this makes them.
+        split = partial(_split, _split_by_hydra(BasicSweeper))
+        BasicSweeper.split_arguments = staticmethod(split)
+        (cells,) = split(overrides, None)
         composed = ComposedCells(loader)
         for cell in cells:
             where = f"in {' '.join(cell)}: "
@@ -291,6 +299,28 @@ def _add_repeats(config: DictConfig) -> None:
             config.hydra.sweeper.params = {"sweep.repeat": values, **(config.hydra.sweeper.params or {})}
         else:
             config.hydra.overrides.task.append(f"sweep.repeat={values}")
+
+
+def _split_by_hydra(sweeper: type) -> Split:
+    """Hydra's own `split_arguments`, also where it was replaced for a sweep before in this process."""
+    current: Split = sweeper.split_arguments  # type: ignore[attr-defined]
+    return current.args[0] if isinstance(current, partial) else current
+
+
+def _split(hydras: Split, overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
+    """Hydra's cells, in batches, with every other repeat backwards: A B, B A, A B. In A B, A B a machine that becomes slower
+    bit by bit would have B slower in every repeat, for no fault of B's."""
+    (cells,) = hydras(overrides, None)
+    repeats = [list(same) for _, same in groupby(cells, key=_repeat_of)]
+    ordered = [cell for number, same in enumerate(repeats) for cell in (same[::-1] if number % 2 else same)]
+    size = max_batch_size or max(1, len(ordered))
+    return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+
+
+def _repeat_of(cell: list[str]) -> str | None:
+    """Where repeats are the slowest to vary (`sweep.order=interleaved`); else all cells are one block."""
+    first = cell[0] if cell else ""
+    return first if first.startswith("sweep.repeat=") else None
 
 
 def _usage(message: str) -> NoReturn:

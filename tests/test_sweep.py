@@ -48,19 +48,22 @@ def test_a_repeat_is_no_duplicate_but_a_cell_of_the_same_repeat_is(tmp_path: Pat
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
-        (Order.interleaved, ["1 ddp", "1 fsdp", "2 ddp", "2 fsdp"]),
-        (Order.grouped, ["1 ddp", "2 ddp", "1 fsdp", "2 fsdp"]),
+        (Order.interleaved, ["1 ddp", "1 fsdp", "2 fsdp", "2 ddp", "3 ddp", "3 fsdp"]),
+        (Order.grouped, ["1 ddp", "2 ddp", "3 ddp", "1 fsdp", "2 fsdp", "3 fsdp"]),
     ],
 )
 def test_the_order_of_repeats(order: Order, expected: list[str]) -> None:
-    config = compose_tree(f"sweep.order={order.name}", "sweep.repeats=2", hydra=True)
+    config = compose_tree(f"sweep.order={order.name}", "sweep.repeats=3", hydra=True)
     with flag_override(config, "readonly", False):
         config.hydra.overrides.task.append("strategy=ddp,fsdp")
     OmegaConf.set_readonly(config.hydra, True)
     sweep._add_repeats(config)
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
     overrides = OverridesParser.create().parse_overrides([*params, *config.hydra.overrides.task])
-    (cells,) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
+    hydras = sweep._split_by_hydra(BasicSweeper)
+    (cells,) = sweep._split(hydras, overrides, None)
+    first, second = sweep._split(hydras, overrides, 4)
+    assert [*first, *second] == cells and len(first) == 4
     values = [dict(word.split("=") for word in cell) for cell in cells]
     assert [f"{cell['sweep.repeat']} {cell['strategy']}" for cell in values] == expected
 

@@ -28,7 +28,7 @@ from distbench.report.svg import MAX_POINTS, Plot, padded, ticks
 from distbench.runs.candidates import Figure, as_tree
 from distbench.runs.folder import read_record
 from distbench.runs.rank import Candidate, Ranking, gib
-from distbench.runs.sides import MAX_GATE_BYTES, number_of, read_losses, read_text
+from distbench.runs.sides import MAX_GATE_BYTES, is_measurable, number_of, read_losses, read_text
 from distbench.runs.text import plain
 
 SHOWN = tuple(column for column in COLUMNS if column != "verdict")
@@ -291,12 +291,12 @@ class _Detail:
 
 
 def _value(value: Any) -> float | None:
-    """A finite number from 0 on, or None."""
+    """A measurement, or None."""
     try:
         number = number_of(value)
     except (ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) and number >= 0 else None
+    return number if is_measurable(number) else None
 
 
 def _rank_entries(section: Any) -> list[list[Any]]:

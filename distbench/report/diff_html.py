@@ -97,9 +97,9 @@ def _loss_plots(losses: LossDifference) -> str:
 
 def _loss_differences(losses: LossDifference, x_range: tuple[float, float]) -> str:
     points = [
-        (step, math.log10(abs(a - b) / abs(b)))
+        (step, math.log10(relative))
         for step, a, b in zip(losses.steps, losses.a, losses.b, strict=True)
-        if math.isfinite(a) and math.isfinite(b) and a != b and b != 0
+        if b != 0 and 0 < (relative := abs(a - b) / abs(b)) < math.inf
     ]
     if not points:
         return ""

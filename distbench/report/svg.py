@@ -9,6 +9,8 @@ from html import escape
 
 WIDTH, HEIGHT = 880, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 34
+FAR = 1e6
+"""Of a plot's own units: where nobody looks."""
 CHARACTER = 6.5
 """Width of a character of the labels, at most; they are 11 px high."""
 MAX_POINTS = 1500
@@ -53,10 +55,10 @@ class Plot:
         self.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 3, content)
 
     def line(self, points: Sequence[tuple[float, float]], kind: str) -> None:
-        """A polyline; a point that is not finite breaks it."""
+        """A polyline; a point that is not finite, or far outside, breaks it."""
         run: list[str] = []
         for x, y in [*points, (math.nan, math.nan)]:
-            if math.isfinite(y):
+            if abs(self.y(y)) < FAR:
                 run.append(f"{self.x(x):.1f},{self.y(y):.1f}")
             elif run:
                 if len(run) == 1:

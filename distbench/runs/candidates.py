@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distbench.config import digest
+from distbench.config import Order, digest
 from distbench.errors import RunFolderError
 from distbench.runs.folder import Status, read_record
 from distbench.runs.noise import Windows
-from distbench.runs.sides import number_of, settings
+from distbench.runs.sides import LEAST, MOST, is_measurable, number_of, settings
 
 MAX_WINDOWS, MAX_STEPS = 64, 500
 """Step times kept of one run: its first windows, and every n-th step of longer ones."""
@@ -51,7 +51,7 @@ class Figure:
             value = number_of(raw)
         except (ValueError, OverflowError):
             return cls(None, meter, f"recorded as {str(raw)[:40]!r}, which is no number")
-        if not math.isfinite(value) or value < 0 or (positive and value == 0):
+        if not is_measurable(value) or (positive and value == 0):
             return cls(None, meter, f"recorded as {value:g}")
         return cls(value, meter)
 
@@ -80,6 +80,8 @@ class Run:
     """Exposed communication in s a step, worst rank."""
     step_time: Figure
     tokens: Figure
+    block: str | None = None
+    """Repeat of a sweep, where it was run among one run of every other cell; None: repeats have nothing in common."""
     windows: Windows = ()
     notes: tuple[str, ...] = ()
     decide: str | None = None
@@ -240,7 +242,8 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
     status = record.get("status")
     if not isinstance(status, str):
         raise ValueError(f"status {status!r}")
-    repeat = as_tree(config.get("sweep")).get("repeat", 1)
+    sweep = as_tree(config.get("sweep"))
+    repeat = sweep.get("repeat", 1)
     tier = _text(gate.get("tier"))
     return Run(
         path=folder,
@@ -257,6 +260,7 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
         exposed=Figure.read(window.get("exposed_comm")),
         step_time=step_time,
         tokens=Figure.read(window.get("tokens_per_second"), positive=True),
+        block=f"{folder.parent}:{repeat}" if sweep.get("order") == Order.interleaved.name else None,
         windows=windows,
         notes=notes,
         decide=_decide(config),
@@ -274,6 +278,8 @@ def _excluded(
         return "failed its gate" if gate.get("passed") is False or gate.get("tier") == "fail" else UNGATED
     if (fault := _fault(config.get("fault"))) is not None:
         return f"has a deliberate fault: {fault}"
+    if (events := record.get("nonfinite")) and isinstance(events, list):
+        return f"steps that were not finite: {_text(as_tree(events[0]).get('text')) or 'the record does not say which'}"
     if not window:
         return f"no window: {_text(record.get('window_reason')) or 'the record has none'}"
     if window.get("accepted") is not True:
@@ -303,7 +309,7 @@ def _windows(section: dict[str, Any], step_time: Figure) -> tuple[Windows, tuple
     kept, dropped = [], 0
     for window in samples[:MAX_WINDOWS]:
         values = _samples(window[:: -(-len(window) // MAX_STEPS) or 1])
-        good = values[(values > 0) & (values < math.inf)]
+        good = values[(values > LEAST) & (values < MOST)]
         dropped += len(values) - len(good)
         if len(good):
             kept.append(good)

@@ -87,17 +87,19 @@ class Blocks:
 
     @classmethod
     def of(
-        cls, medians: Sequence[NDArray[np.float64]], steps: NDArray[np.float64], repeats: Sequence[Sequence[int]]
+        cls, medians: Sequence[NDArray[np.float64]], steps: NDArray[np.float64], repeats: Sequence[Sequence[str | None]]
     ) -> Blocks | None:
         """`steps`: variance that a candidate's median has from its steps alone. None where a candidate lacks a repeat or
         has one twice, or there is nothing to compare."""
-        numbers = {tuple(sorted(own)) for own in repeats}
-        if len(repeats) < 2 or len(numbers) != 1:
+        named = {tuple(sorted(name for name in own if name is not None)) for own in repeats}
+        if len(repeats) < 2 or len(named) != 1 or any(None in own for own in repeats):
             return None
-        (common,) = numbers
+        (common,) = named
         if len(common) < 2 or len(set(common)) < len(common):
             return None
-        table = np.array([own[np.argsort(number)] for own, number in zip(medians, repeats, strict=True)])
+        table = np.array(
+            [own[np.argsort(np.array(names, dtype=str))] for own, names in zip(medians, repeats, strict=True)]
+        )
         residuals = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0, keepdims=True) + table.mean()
         rows, columns = table.shape
         degrees = (rows - 1) * (columns - 1)
@@ -125,7 +127,7 @@ class StepTimes:
     """Where every candidate was run in every repeat."""
 
     @classmethod
-    def of(cls, candidates: Sequence[Sequence[Windows]], repeats: Sequence[Sequence[int]] = ()) -> StepTimes:
+    def of(cls, candidates: Sequence[Sequence[Windows]], repeats: Sequence[Sequence[str | None]] = ()) -> StepTimes:
         """From each candidate's runs; every run has at least one positive step time. `repeats`: each run's number."""
         runs = [run for candidate in candidates for run in candidate]
         medians, within = log_medians(runs)

@@ -123,13 +123,14 @@ def rank(paths: Iterable[str | Path], decide: Decide | None = None, group: int |
     runs = _without_failed_repeats([run for run in reading.runs if run.group == chosen_group.key])
     unranked = [run for run in runs if run.excluded]
     candidates = _candidates(run for run in runs if not run.excluded)
+    _note_other_repeats(candidates, unranked)
     ranking = Ranking(decide, reading, groups, chosen_group, candidates, unranked, None, "")
     if not candidates:
         ranking.why = _why_none(unranked)
         return ranking
     ranking.times = StepTimes.of(
         [[run.windows for run in candidate.runs] for candidate in candidates],
-        [[run.repeat for run in candidate.runs] for candidate in candidates],
+        [[run.block for run in candidate.runs] for candidate in candidates],
     )
     _Decision(ranking, ranking.times).make()
     return ranking
@@ -194,6 +195,17 @@ def _without_failed_repeats(runs: list[Run]) -> list[Run]:
         replace(run, excluded="a repeat of it failed its gate") if not run.excluded and run.effective in failed else run
         for run in runs
     ]
+
+
+def _note_other_repeats(candidates: list[Candidate], unranked: list[Run]) -> None:
+    """A candidate is told with those of its repeats that it is not ranked by."""
+    others = defaultdict(list)
+    for run in unranked:
+        others[run.effective].append(run)
+    for candidate in candidates:
+        if failed := others[candidate.runs[0].effective]:
+            count, total = len(failed), len(failed) + len(candidate.runs)
+            candidate.notes.append(f"{count} of its {total} repeats cannot be ranked: {failed[0].excluded}")
 
 
 def _candidates(runs: Iterable[Run]) -> list[Candidate]:

@@ -31,6 +31,8 @@ MAX_SETTINGS = 20_000
 """Leaves of a config tree: far more than any real one has, and few enough that aliases cannot blow it up."""
 MAX_BITS = 4096
 """Of a whole number: YAML may have longer ones than Python writes in decimals."""
+LEAST, MOST = 1e-200, 1e200
+"""Beyond which nothing is a measurement."""
 GATE_SCHEMA = 1
 
 _SUMMARY = re.compile(r"step_(\d{1,18})\.safetensors")
@@ -226,7 +228,7 @@ def read_losses(path: Path) -> Losses:
             if not isinstance(row, dict):
                 raise ValueError("not an object")
             step, loss = row["step"], number_of(row["loss"])
-            if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < 10**18:
                 raise ValueError(f"step {step!r}")
         repeated += step in losses
         losses[step] = loss
@@ -242,6 +244,11 @@ def number_of(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{value!r} is not a number")
     return float(value)
+
+
+def is_measurable(value: float) -> bool:
+    """Whether a number from 0 on may be a measurement: sums, shares and products of it are numbers, too."""
+    return value == 0 or LEAST < value < MOST
 
 
 def settings(tree: Any, path: Path) -> dict[str, Any]:

@@ -7,7 +7,16 @@ import math
 import numpy as np
 import pytest
 
-from distbench.runs.noise import ASSUMED_BETWEEN, LEVEL, Ratio, StepTimes, log_medians, student_inside, student_quantile
+from distbench.runs.noise import (
+    ASSUMED_BETWEEN,
+    LEVEL,
+    Ratio,
+    StepTimes,
+    Windows,
+    log_medians,
+    student_inside,
+    student_quantile,
+)
 from tests.runs.noisy import Noise, simulate
 
 SWEEPS = 200
@@ -137,7 +146,7 @@ def drifting(random: np.random.Generator, ratio: float, repeats: int) -> list[li
 @pytest.mark.parametrize("repeats", [3, 5])
 def test_what_a_repeat_has_in_common_cancels_out(repeats: int) -> None:
     random, trials = np.random.default_rng(0), 400
-    numbers = [list(range(1, repeats + 1))] * 2
+    numbers = [[str(n) for n in range(repeats)]] * 2
 
     def found(ratio: float, blocked: bool) -> float:
         times = [StepTimes.of(drifting(random, ratio, repeats), numbers if blocked else ()) for _ in range(trials)]
@@ -150,12 +159,14 @@ def test_what_a_repeat_has_in_common_cancels_out(repeats: int) -> None:
 def test_repeats_are_compared_only_where_all_have_all_of_them() -> None:
     random = np.random.default_rng(0)
     two = drifting(random, 1.0, 3)
-    assert StepTimes.of(two, [[1, 2, 3], [3, 1, 2]]).blocks is not None
-    for numbers in ([[1, 2, 3], [1, 2, 4]], [[1, 1, 1], [1, 1, 1]], [], [[1, 2, 2], [1, 2, 2]]):
+    assert StepTimes.of(two, [list("123"), list("312")]).blocks is not None
+    for numbers in ([list("123"), list("124")], [list("111")] * 2, [], [list("122")] * 2, [["1", "2", None]] * 2):
         assert StepTimes.of(two, numbers).blocks is None
     shuffled = [two[0], [two[1][2], two[1][0], two[1][1]]]
-    assert StepTimes.of(shuffled, [[1, 2, 3], [3, 1, 2]]).ratio(1, 0) == StepTimes.of(two, [[1, 2, 3]] * 2).ratio(1, 0)
-    absolute = StepTimes.of(two, [[1, 2, 3]] * 2).median(0)
+    assert StepTimes.of(shuffled, [list("123"), list("312")]).ratio(1, 0) == StepTimes.of(two, [list("123")] * 2).ratio(
+        1, 0
+    )
+    absolute = StepTimes.of(two, [list("123")] * 2).median(0)
     assert absolute == StepTimes.of(two).median(0), "a step time itself has all of the noise"
 
 
@@ -169,7 +180,7 @@ def test_what_a_sweep_is_said_to_find_it_finds(blocked: bool) -> None:
             [(np.array([0.02 * factor * math.exp(random.normal(0, 0.06))]),) for _ in range(repeats)]
             for factor in (1.0, ratio)
         ]
-        return StepTimes.of(runs, [list(range(repeats))] * 2 if blocked else ())
+        return StepTimes.of(runs, [[str(n) for n in range(repeats)]] * 2 if blocked else ())
 
     needed = sweep(1.0, 100).repeats_to_find(1.1)
     assert needed is not None and 6 < needed < 11, (
@@ -191,3 +202,26 @@ def test_absurd_step_times_have_absurd_intervals() -> None:
     times = StepTimes.of([[(np.array([x]),) for x in (1e-300, 1.0, 1e300)]] * 2)
     assert times.ratio(0, 1).verdict == "no difference" and math.isfinite(times.ratio(0, 1).high)
     assert math.isfinite(times.median(0)[2]) and math.isfinite(times.resolution())
+
+
+@pytest.mark.parametrize("candidates", [2, 4, 8])
+def test_a_machine_that_slows_down_makes_no_candidate_slower(candidates: int) -> None:
+    """Where every other repeat runs backwards, as sweeps do; in the same order every time it would."""
+    random, trials, repeats = np.random.default_rng(0), 200, 3
+
+    def found(backwards: bool) -> float:
+        count = 0
+        for _ in range(trials):
+            runs: list[list[Windows]] = [[] for _ in range(candidates)]
+            for place in range(candidates * repeats):
+                repeat, candidate = divmod(place, candidates)
+                if backwards and repeat % 2:
+                    candidate = candidates - 1 - candidate
+                drift = 0.1 * place / (candidates * repeats)
+                runs[candidate].append((np.array([0.01 * math.exp(drift + random.normal(0, 0.005))]),))
+            times = StepTimes.of(runs, [list("123")] * candidates)
+            fastest = int(np.argmin(times.log_medians))
+            count += any(times.ratio(i, fastest, candidates - 1).verdict != "no difference" for i in range(candidates))
+        return count / trials
+
+    assert found(backwards=True) <= LEVEL and found(backwards=False) > 0.3

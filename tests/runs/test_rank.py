@@ -407,3 +407,23 @@ def test_a_choice_for_its_less_memory_is_not_called_the_fastest(tmp_path: Path) 
     ranking = rank([tmp_path])
     assert ranking.chosen is named(ranking, "small")
     assert ranking.why == "fastest of 2 within the noise, for its less memory; the same step time as 000_quick"
+
+
+def test_repeats_that_ended_otherwise_are_told(tmp_path: Path) -> None:
+    candidate(tmp_path, "steady", 11, repeats=3)
+    flaky = candidate(tmp_path, "flaky", 9.9, repeats=3)
+    for folder in flaky[1:]:
+        tree = json.loads((folder / "record.json").read_text())
+        write(folder, {**tree, "status": "oom", "reason": "no memory"})
+    ranking = rank([tmp_path])
+    (noted,) = [c for c in ranking.candidates if c.notes]
+    assert noted.notes == ["2 of its 3 repeats cannot be ranked: oom: no memory"] and "flaky" in noted.name
+
+
+def test_a_run_with_steps_that_were_not_finite_is_not_ranked(tmp_path: Path) -> None:
+    candidate(tmp_path, "sound", 11)
+    candidate(tmp_path, "skips", 5, nonfinite=[{"step": 7, "text": "step 7: the loss is nan"}])
+    candidate(tmp_path, "none", 12, nonfinite=[])
+    ranking = rank([tmp_path])
+    assert [run.excluded for run in ranking.unranked] == ["steps that were not finite: step 7: the loss is nan"]
+    assert len(ranking.candidates) == 2 and "sound" in str(ranking.chosen and ranking.chosen.name)
