@@ -33,7 +33,7 @@ from distbench.launching import local
 from distbench.launching.world import World
 from distbench.runs.folder import RunFolder
 
-RANKS, REPEATS, STARTS = 2, 9, 5
+RANKS, REPEATS, STARTS = 2, int(os.environ.get("R", "9")), 5
 OVERRIDES = [
     *("model.hidden_dim=1024", "model.num_layers=4", "model.seq_len=4", "global_batch=2", "gate=off", "window=off"),
     *("checkpoint.every=1", "checkpoint.async_=true", "checkpoint.keep_last=1"),

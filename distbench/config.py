@@ -508,7 +508,10 @@ SPELLINGS = {"checkpoint.async=": "checkpoint.async_="}
 def spelled(words: list[str]) -> list[str]:
     """Overrides by the schema's names."""
     return [
-        next((word.replace(said, meant, 1) for said, meant in SPELLINGS.items() if word.lstrip("+").startswith(said)), word)
+        next(
+            (word.replace(said, meant, 1) for said, meant in SPELLINGS.items() if word.lstrip("+").startswith(said)),
+            word,
+        )
         for word in words
     ]
 
