@@ -556,8 +556,10 @@ def _load(path: Path) -> Summary:
                 raise ValueError(f"tensor {name} has dtype {tensors[name].dtype}, not {like.dtype}")
     if header["sha256"] != _checksum(header, tensors):
         raise ValueError("contents do not match their checksum")
-    if len(set(names)) != len(names) or any(size < 0 for shape in shapes for size in shape):
-        raise ValueError("repeated names or negative sizes")
+    if len(set(names)) != len(names) or any(not 0 <= size < 2**63 for shape in shapes for size in shape):
+        raise ValueError("repeated names, or sizes that no tensor has")
+    if abs(summary.seed) >= 2**64:
+        raise ValueError("a seed of more than 64 bits")
     if not set(dtypes) <= {"", *_DTYPE_NAMES}:
         raise ValueError(f"unknown dtypes {sorted(set(dtypes) - {'', *_DTYPE_NAMES})}")
 
@@ -594,7 +596,9 @@ def _header(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     header: dict[str, Any] = json.loads(metadata[FORMAT])
     schema = int(header["schema"])
     if schema > SCHEMA:
-        raise SummaryError(f"{path}: schema {schema}, newer than the {SCHEMA} this distbench reads: update distbench")
+        raise SummaryError(
+            f"{path}: schema {detail(schema)}, newer than the {SCHEMA} this distbench reads: update distbench"
+        )
     if schema < 1:
         raise ValueError(f"schema {schema}")
     return header

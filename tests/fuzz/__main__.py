@@ -19,7 +19,7 @@ from tests.fuzz.targets import TARGETS
 
 
 def main(argv: list[str]) -> int:
-    """Print a line a reader, then the findings."""
+    """Print a line a reader, and the first findings."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--number", type=int, default=200, help="files for each reader")
     parser.add_argument("--seed", type=int, default=0)
@@ -37,9 +37,8 @@ def main(argv: list[str]) -> int:
         seconds = time.perf_counter() - start
         counts = f"{outcome.read:6} read {outcome.refused:6} refused {len(outcome.findings):4} findings"
         print(f"{name:<18}{counts} {seconds:8.1f} s", flush=True)
-    for outcome in outcomes:
         for finding in outcome.findings[:10]:
-            print(f"\n{outcome.target}, case {finding['case']}, seed {options.seed}:\n{finding['problem']}")
+            print(f"\n{name}, case {finding['case']}, seed {options.seed}:\n{finding['problem']}", flush=True)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
     return int(any(outcome.findings for outcome in outcomes))

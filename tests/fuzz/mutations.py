@@ -305,7 +305,7 @@ def _change_tensor(header: dict[str, Any], num_bytes: int, random: Random) -> No
             [[random.choice(edges), random.choice(edges)], [], [0], 5, None, [0, 1, 2]]
         )
     elif kind == 4:
-        entry["data_offsets"] = list(header[random.choice(names)]["data_offsets"])  # two tensors in one place
+        entry["data_offsets"] = copy.copy(header[random.choice(names)]["data_offsets"])  # two tensors in one place
     elif kind == 5:
         header[random.choice(ODD_TEXT)] = header.pop(name)
     else:

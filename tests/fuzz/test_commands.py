@@ -19,7 +19,7 @@ from tests.cli import Command, distbench
 from tests.fuzz.harness import fuzz
 from tests.fuzz.mutations import CONTROL, MARKUP
 from tests.fuzz.pages import Page, check_console, check_page
-from tests.fuzz.targets import ROW, command, command_targets, runs
+from tests.fuzz.targets import ROW, command, command_targets, diff_runs, rank_runs, report_runs, runs
 
 NUMBER = 8
 """Damaged files for each command and file of the real runs."""
@@ -202,6 +202,62 @@ def test_names_that_are_no_utf8(folder: Path) -> None:
         command(*words)
     command("diff", str(folder / "000_a"), str(folder / odd), "--html", str(folder / "d.html"), "--json", "-")
     check_page((folder / "report.html").read_text())
+
+
+# --- numbers that no machine measures
+
+
+EXTREMES = (5e-324, 1e-310, 1e-200, 1e200, 9e307, 10**400)
+
+
+def of_windows(value: Any, record: dict[str, Any]) -> None:
+    window = record["window"]
+    window |= {part: dict.fromkeys(("parameters", "forward", "data"), value) for part in ("split", "memory_by_kind")}
+    window["timeline"] = [[{"kind": "forward", "name": "x", "start": 0, "end": value}]]
+    window["exposed_comm"]["median"] = window["tokens_per_second"]["median"] = value
+    record["gate"]["precision_error"] = value
+
+
+def of_step_times(value: Any, record: dict[str, Any]) -> None:
+    record["window"]["step_time"] |= {"median": value, "samples": [value, value], "window_medians": [value]}
+
+
+def of_memory(value: Any, record: dict[str, Any]) -> None:
+    record["window"]["memory"]["peak_allocated"]["bytes"] = value
+
+
+def of_rule(value: Any, record: dict[str, Any]) -> None:
+    record["config"]["decide"] = {"rule": "fastest_within_memory", "memory_gib": value, "within_percent": value}
+
+
+@pytest.mark.parametrize("value", [*EXTREMES, 0, -1, True, "x", None, [], {}])
+@pytest.mark.parametrize("where", [of_windows, of_step_times, of_memory, of_rule])
+def test_extremes_in_records(where: Callable[[Any, dict[str, Any]], None], value: Any, tmp_path: Path) -> None:
+    """In one run of three, and in all of them."""
+    runs(tmp_path)
+    files = sorted(tmp_path.glob("*/record.json"))[:2]
+    for file in files:
+        record = json.loads(file.read_text())
+        where(value, record)
+        file.write_text(json.dumps(record))
+        rank_runs(tmp_path)
+        report_runs(tmp_path)
+        diff_runs(tmp_path)
+
+
+@pytest.mark.parametrize("value", EXTREMES[:-1])
+@pytest.mark.parametrize("other", [1.0, -1e308, 5e-324])
+def test_extremes_in_losses_and_margins(value: float, other: float, tmp_path: Path) -> None:
+    runs(tmp_path)
+    for name, loss in (("000_a", value), ("001_b", other)):
+        with (tmp_path / name / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps({"step": step, "loss": loss}) + "\n" for step in (10, 11, 10**18 - 1))
+        gate = json.loads((tmp_path / name / "gate.json").read_text())
+        for row in gate["gradients"]:
+            row |= {"margin": value, "relative_l2": value, "step": value}
+        (tmp_path / name / "gate.json").write_text(json.dumps(gate))
+    report_runs(tmp_path)
+    diff_runs(tmp_path)
 
 
 # --- damage to real runs

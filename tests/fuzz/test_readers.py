@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.numpy import load
 from safetensors.torch import save_file
 
 from distbench.errors import ConfigError, DistbenchError, RunFolderError, SummaryError, TensorFileError
 from distbench.numerics.compare import compare_files
-from distbench.numerics.summary import FORMAT, Summary
+from distbench.numerics.summary import FORMAT, Summary, _checksum
 from distbench.numerics.tensor_files import TensorSource
 from distbench.resume import resumed_config
 from distbench.runs.candidates import read_runs
@@ -200,16 +201,29 @@ def test_whole_numbers_that_are_too_long_for_decimals(tmp_path: Path) -> None:
     json_text([vars(setting) for setting in diff(a, b).settings])
 
 
-def test_a_summary_of_an_infinite_shape(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda inner: inner["parameters"][0].update(shape=[math.inf]), "OverflowError"),
+        (lambda inner: inner["parameters"][0].update(shape=[10**4000]), "sizes that no tensor has"),
+        (lambda inner: inner["parameters"][0].update(shape=[-5, -7]), "sizes that no tensor has"),
+        (lambda inner: inner.update(schema=10**4000), "update distbench"),
+        (lambda inner: inner.update(seed=10**4000), "a seed of more than 64 bits"),
+    ],
+)
+def test_a_summary_with_a_right_checksum(change: Callable[[Any], None], message: str, tmp_path: Path) -> None:
     two_summaries(tmp_path)
-    header, data = split_tensors((tmp_path / "a.safetensors").read_bytes())
+    content = (tmp_path / "a.safetensors").read_bytes()
+    header, data = split_tensors(content)
     inner = json.loads(header["__metadata__"][FORMAT])
-    inner["parameters"][0]["shape"] = [math.inf]
-    header["__metadata__"][FORMAT] = json.dumps(inner)
+    del inner["sha256"]
+    change(inner)
+    header["__metadata__"][FORMAT] = json.dumps({**inner, "sha256": _checksum(inner, load(content))})
     text = json.dumps(header).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
-    with pytest.raises(SummaryError, match="OverflowError"):
+    with pytest.raises(SummaryError, match=message) as caught:
         Summary.load(tmp_path / "a.safetensors")
+    assert len(str(caught.value)) < 1000
 
 
 def test_messages_quote_a_little(tmp_path: Path) -> None:
@@ -266,6 +280,13 @@ def test_a_schema_of_thousands_of_digits(name: str, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="upgrade distbench") as caught:
         READERS[name](tmp_path / name)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("step", ["9" * 19, "9" * 400, "-1", "true", "1.0", "null"])
+def test_a_step_that_is_none(step: str, tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}, "loss": 1}}\n')
+    with pytest.raises(RunFolderError, match="line 1, is damaged: step"):
+        read_losses(tmp_path / "metrics.jsonl")
 
 
 def test_a_duplicate_of_many_lines(tmp_path: Path) -> None:
