@@ -295,7 +295,7 @@ def _change_tensor(header: dict[str, Any], num_bytes: int, random: Random) -> No
     if kind == 0:
         entry["dtype"] = random.choice(DTYPES)
     elif kind == 1:
-        shape = entry["shape"] = list(entry["shape"]) or [1]
+        shape = entry["shape"] = list(entry["shape"] or [1]) if isinstance(entry["shape"], list) else [1]
         shape[random.randrange(len(shape))] = random.choice([0, -1, 2**31, 2**62, 2**64, 1.0, "1", None, True, 10**12])
     elif kind == 2:
         entry["shape"] = random.choice([[], [0], [2**32, 2**32], [1] * 2000, [0, 2**63], None, 3, [[1]], [2**63, 2, 0]])
