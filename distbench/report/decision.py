@@ -207,4 +207,4 @@ def _md_row(cells: tuple[str, ...] | list[str]) -> str:
 
 def _md(text: str) -> str:
     """Text as text: nothing in a name or a reason becomes markup."""
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", text)
+    return re.sub(r"([\\`*_\[\]<>|#~])", r"\\\1", text)
