@@ -6,15 +6,20 @@ Every case is a run, or a few, by the command line that a user types.
 from __future__ import annotations
 
 import argparse
+import os
+import platform
 import random
+import shlex
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distbench import __version__
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 
 if TYPE_CHECKING:
@@ -135,7 +140,7 @@ def _in_words(one: Try) -> str:
         return f"skipped: {one.skipped}"
     if one.broken:
         return "NOT AS PROMISED\n" + "\n".join(f"    {problem}" for problem in one.broken)
-    return f"as promised ({found})"
+    return f"as promised ({found}), {one.seconds:.0f} s"
 
 
 def markdown(drills: Sequence[Drill], results: dict[str, list[Try]]) -> str:
@@ -149,17 +154,11 @@ def markdown(drills: Sequence[Drill], results: dict[str, list[Try]]) -> str:
             made = sum(one.skipped is None for one in tries)
             lines += [f"## {drill.name}", "", f"{drill.promise}", "", f"**{kept} of {made} ended as promised.**", ""]
             lines += [*(drill.table or rows)(tries), ""]
+            lines += [f"NOT AS PROMISED {one.case}: {'; '.join(one.broken)}\n" for one in tries if one.broken]
     return "\n".join(lines)
 
 
 def _document(text: str, argv: list[str], seconds: float) -> str:
-    import os
-    import platform
-    import shlex
-    from importlib.metadata import version
-
-    from distbench import __version__
-
     words = shlex.join(["python", "-m", "distbench", "drill", *argv])
     made = (
         f"Made by distbench {__version__} with torch {version('torch')}, Python {platform.python_version()}, "

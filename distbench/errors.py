@@ -11,7 +11,7 @@ class ExitCode(IntEnum):
     OK = 0
     """The run passed."""
     DIFFERENT = 1
-    """`diff` found a difference beyond its tolerance."""
+    """`diff` found a difference beyond its tolerance, or `drill` an end that is not the promised one."""
     USAGE = 2
     """Bad usage or configuration; nothing was started."""
     GATE = 3

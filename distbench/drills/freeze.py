@@ -40,9 +40,9 @@ class Freeze(Case):
         found = whole(promised, stopped / "checkpoints")
         equal = goes_on(site, words, stopped, found, straight, promised)
         return {
-            "phase": beat.phase,
+            "was in": beat.phase,
             "checkpoint": "none yet" if found is None else f"step {step_of(found)}",
-            f"all gone after (of them {LIMIT_S} s the limit)": "never" if gone is None else f"{gone:.1f} s",
+            f"all gone after, of which {LIMIT_S} s are the limit": "never" if gone is None else f"{gone:.1f} s",
             "bitwise": "yes" if equal else "NO",
         }
 

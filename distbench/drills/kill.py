@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 
 from distbench.checkpoint.manifest import step_of
-from distbench.drills.aim import PHASES, Aim, Heart, strike
-from distbench.drills.base import Case, Drill, DrillError, Promises, Try, answer
+from distbench.drills.aim import COLLECTIVE, PHASES, Aim, Heart, strike
+from distbench.drills.base import Case, Drill, DrillError, Promises, Try
 from distbench.drills.command import Command, run
 from distbench.drills.site import RANKS, SMALL, Settings, Site, first_failure, same, whole
 from distbench.errors import ExitCode
@@ -52,7 +52,7 @@ class Kill(Case):
         found = whole(promised, died / "checkpoints")
         equal = goes_on(site, words, died, found, straight, promised)
         return {
-            "phase": beat.phase,
+            "was in": COLLECTIVE if self.aim.phase == COLLECTIVE else beat.phase,
             "checkpoint": "none yet" if found is None else f"step {step_of(found)}",
             "gone after": "never" if gone is None else f"{gone:.1f} s",
             "bitwise": "yes" if equal else "NO",
@@ -62,9 +62,8 @@ class Kill(Case):
 def hit(
     site: Site, settings: Settings, folder: Path, aim: Aim, number: signal.Signals, promised: Promises
 ) -> tuple[Path, Beat, float | None]:
-    """Run until a rank gets a signal, and to the run's end. Returns the run's folder, where the rank was, and the seconds
-    until nothing of the run was left, from the end of the command if that is later. Raises DrillError where no run could be
-    hit."""
+    """Run until a rank gets a signal, and to the run's end. Returns the run's folder, where the rank was, and after how many
+    seconds nothing of the run was left. Raises DrillError where no run could be hit."""
     for attempt in range(ATTEMPTS):
         path = folder / f"run{attempt or ''}"
         aimed = aim if attempt == 0 else aim.anywhere()
@@ -121,39 +120,34 @@ def draw(rng: random.Random, number: int) -> list[Case]:
 
 
 def table(tries: Sequence[Try]) -> list[str]:
-    """A row for each phase that ranks were in when they died, and strategy; below it what was not as promised."""
+    """A row for each strategy and place where ranks were when they died."""
     lines = [
-        "| rank was in | strategy | kills | with a checkpoint | bitwise as uninterrupted | all gone after: median, most |",
-        "|---|---|---|---|---|---|",
+        "| rank was in | strategy | kills | with a checkpoint | bitwise as uninterrupted | all gone after: median, most | "
+        "as promised |",
+        "|---|---|---|---|---|---|---|",
     ]
-    made = [one for one in tries if one.found]
     groups: dict[tuple[str, str], list[Try]] = {}
-    for one in sorted(made, key=lambda one: (_order(one.found["phase"]), _strategy(one))):
-        groups.setdefault((one.found["phase"], _strategy(one)), []).append(one)
-    for (phase, strategy), same_kind in groups.items():
-        lines.append(f"| {phase} | {strategy} | {_figures(same_kind)} |")
-    lines.append(f"| **all** | | {_figures(made)} |")
     for one in tries:
-        if one.broken or one.skipped:
-            lines += ["", f"{one.case}: {answer(one)}"]
+        if one.found and isinstance(one.case, Kill):
+            groups.setdefault((one.found["was in"], one.case.strategy), []).append(one)
+    for place, strategy in sorted(groups, key=lambda key: (_order(key[0]), key[1])):
+        lines.append(f"| {place} | {strategy} | {_figures(groups[place, strategy])} |")
+    lines.append(f"| **all** | | {_figures(tries)} |")
     return lines
 
 
-def _strategy(one: Try) -> str:
-    assert isinstance(one.case, Kill)
-    return one.case.strategy
-
-
-def _order(phase: str) -> int:
-    return PHASES.index(phase) if phase in PHASES else len(PHASES)
+def _order(place: str) -> int:
+    return PHASES.index(place) if place in PHASES else len(PHASES)
 
 
 def _figures(tries: Sequence[Try]) -> str:
-    with_checkpoint = sum(one.found["checkpoint"] != "none yet" for one in tries)
-    equal = sum(one.found["bitwise"] == "yes" for one in tries)
-    seconds = [float(one.found["gone after"].split()[0]) for one in tries if one.found["gone after"] != "never"]
+    found = [one.found for one in tries if one.found]
+    with_checkpoint = sum(one["checkpoint"] != "none yet" for one in found)
+    equal = sum(one["bitwise"] == "yes" for one in found)
+    seconds = [float(one["gone after"].split()[0]) for one in found if one["gone after"] != "never"]
     times = f"{median(seconds):.1f} s, {max(seconds):.1f} s" if seconds else "never"
-    return f"{len(tries)} | {with_checkpoint} | {equal} of {len(tries)} | {times}"
+    kept = sum(not one.broken for one in tries)
+    return f"{len(tries)} | {with_checkpoint} | {equal} of {len(tries)} | {times} | {kept} of {len(tries)}"
 
 
 DRILL = Drill(
