@@ -40,6 +40,8 @@ class Keeper:
         self._unnoted: InBackground | None = None
         """The same, until the record says that it is there."""
         self._times = {"saves": 0, "blocked_seconds": 0.0, "waited_seconds": 0.0}
+        if self.options.async_:
+            trainer.optimizer.register_step_pre_hook(self._before_update)
         self._lock: TextIO | None = None
         if self._leads and (self.options.every is not None or config.resume is not None):
             self._lock = lock.join(folder.path)
@@ -99,9 +101,7 @@ class Keeper:
         try:
             save = begin(self.trainer, self.folder.checkpoints, {"config": to_container(self.config)})
             if self.options.async_:
-                save.tensors = self._staging.copy(save.tensors)
-                self.trainer.world.synchronize()
-                self._pending = self._unnoted = InBackground(save, lambda: self._committed(save))
+                self._pending = self._unnoted = InBackground(save, self._staging, lambda: self._committed(save))
             else:
                 save_together(self.trainer.world, save)
                 if self._leads:
@@ -135,6 +135,13 @@ class Keeper:
         if self._pending is not None:
             self._pending.wait(timeout_s)
             self._note()
+
+    def _before_update(self, *_: object) -> None:
+        """The optimizer's state may still be being copied."""
+        if self._pending is not None and not self._pending.copied.is_set():
+            began = time.perf_counter()
+            self._pending.copied.wait()
+            self._times["blocked_seconds"] += time.perf_counter() - began
 
     def _beat(self) -> None:
         self.trainer.beat("checkpoint", self.trainer.step)

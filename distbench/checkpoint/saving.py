@@ -140,14 +140,15 @@ class Staging:
     _copies: dict[str, Tensor] = field(default_factory=dict)
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies that hold until the next call. Device tensors must be waited for."""
-        kept, self._copies = self._copies, {}
+        """Copies that hold until these names are copied again."""
         for name, tensor in tensors.items():
-            copy = kept.pop(name, None)
+            copy = self._copies.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
-        return self._copies
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return {name: self._copies[name] for name in tensors}
 
 
 class InBackground:
@@ -156,19 +157,25 @@ class InBackground:
     Rank 0's thread makes the folder a checkpoint as soon as every rank says, in a file, that its shard is on disk.
     """
 
-    def __init__(self, save: Save, committed: Callable[[], None]) -> None:
-        """`save.tensors` must be nobody else's. `committed` is called on rank 0, in the thread."""
+    def __init__(self, save: Save, staging: Staging, committed: Callable[[], None]) -> None:
+        """Returns once what the next forward may change is copied. What is the optimizer's alone is copied by the thread:
+        the optimizer must not step before `copied`. `committed` is called on rank 0, in the thread."""
         self.save = save
         self.problem: str | None = None
-        self.committed = threading.Event()
-        """It is a checkpoint; known to rank 0."""
-        self._then = committed
+        self.copied, self.committed = threading.Event(), threading.Event()
+        """It shares no memory with the run any more; it is a checkpoint, as rank 0 knows."""
+        self._staging, self._then = staging, committed
         self._written, self._given_up, self._done = threading.Event(), threading.Event(), threading.Event()
+        state = {name: t for name, t in save.tensors.items() if name.startswith("O/") and not t.is_cuda}
+        copies = staging.copy({name: t for name, t in save.tensors.items() if name not in state})
+        save.tensors = state | copies
         # A daemon: a rank that fails must not wait for its peers.
-        threading.Thread(target=self._run, name="checkpoint", daemon=True).start()
+        threading.Thread(target=self._run, args=(state,), name="checkpoint", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, state: dict[str, Tensor]) -> None:
         try:
+            self.save.tensors |= self._staging.copy(state)
+            self.copied.set()
             share = self.save.write()
             if self.save.rank == 0:
                 self._written.set()
@@ -178,8 +185,8 @@ class InBackground:
         except Exception as error:  # seen by nobody here: told when the run asks
             self.problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         finally:
-            self._written.set()
-            self._done.set()
+            for event in (self.copied, self._written, self._done):
+                event.set()
 
     def _tell(self, share: dict[str, Any]) -> None:
         """Rank 0, which may read a name as soon as it is there."""

@@ -59,10 +59,12 @@ def begin(trainer: Trainer, checkpoints: Path, facts: dict[str, Any]) -> Save:
     return save
 
 
+@torch.no_grad()
 def _collect(trainer: Trainer, checkpoints: Path, facts: dict[str, Any]) -> Save:
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, list[Any]] = {}
-    for name, start, shape, values in _pieces(trainer):
+    slots = trainer.strategy.slots(trainer.module)
+    for name, start, shape, values in _pieces(trainer, slots):
         tensors[name] = values
         pieces[name] = [start, list(shape)]
     canonical = trainer.strategy.canonical_name
@@ -85,7 +87,7 @@ def _collect(trainer: Trainer, checkpoints: Path, facts: dict[str, Any]) -> Save
             "scaler": {"scale": trainer.scaler.scale, "good_steps": trainer.scaler.good_steps},
             "optimizer": type(trainer.optimizer).__name__,
             "parameters": {
-                name: [list(form.shape), DTYPES[form.dtype][0]] for name, form in _parameters(trainer).items()
+                name: [list(form.shape), DTYPES[form.dtype][0]] for name, form in _parameters(slots).items()
             },
             "buffers": persistent_buffers(trainer.module, canonical),
             "aliases": aliases(trainer.module, canonical),
@@ -94,11 +96,11 @@ def _collect(trainer: Trainer, checkpoints: Path, facts: dict[str, Any]) -> Save
     )
 
 
-def _pieces(trainer: Trainer) -> Iterator[tuple[str, int, tuple[int, ...], Tensor]]:
+def _pieces(trainer: Trainer, slots: list[Slot]) -> Iterator[tuple[str, int, tuple[int, ...], Tensor]]:
     """(name, first element, whole shape, flat values) of what this rank has to write: where ranks hold copies, each
     writes a share of them."""
     strategy, world = trainer.strategy, trainer.world
-    for slot in strategy.slots(trainer.module):
+    for slot in slots:
         if slot.numel > slot.run:
             raise CheckpointError(f"{slot.name} is not sharded along its first dimension; checkpoints do not know that")
         first, last = 0, slot.numel
@@ -158,11 +160,9 @@ def _modules(trainer: Trainer) -> dict[str, nn.Module]:
     return {canonical(f"{name}.").rstrip("."): module for name, module in trainer.module.named_modules()}
 
 
-def _parameters(trainer: Trainer) -> dict[str, Form]:
+def _parameters(slots: list[Slot]) -> dict[str, Form]:
     """Name -> whole shape and dtype."""
-    return {
-        slot.name: Form(form_of(slot.parameter).dtype, slot.shape) for slot in trainer.strategy.slots(trainer.module)
-    }
+    return {slot.name: Form(form_of(slot.parameter).dtype, slot.shape) for slot in slots}
 
 
 # --- reading
@@ -178,14 +178,15 @@ def load_shards(trainer: Trainer, folder: Path) -> None:
     problem, rest = None, None
     try:
         state = read_state(folder)
-        _check_fits(trainer, state, folder)
+        slots = trainer.strategy.slots(trainer.module)
+        _check_fits(trainer, slots, state, folder)
         shards = Shards(folder, state)
         rest = _Rest(trainer, state, shards)
         trainer.optimizer.zero_grad(set_to_none=True)
         # Each file is verified by one rank, which takes what it wants of it on the way: where ranks read what they wrote,
         # every byte is read once.
         rank, size = trainer.world.rank, trainer.world.size
-        shards.read(_targets(trainer, shards), verify=lambda file: file % size == rank)
+        shards.read(_targets(trainer, slots, shards), verify=lambda file: file % size == rank)
     except CheckpointError as error:
         problem = str(error)
     agree(trainer.world, problem)
@@ -193,8 +194,8 @@ def load_shards(trainer: Trainer, folder: Path) -> None:
     rest.put()
 
 
-def _check_fits(trainer: Trainer, state: TrainState, folder: Path) -> None:
-    here, there = _parameters(trainer), state.parameters
+def _check_fits(trainer: Trainer, slots: list[Slot], state: TrainState, folder: Path) -> None:
+    here, there = _parameters(slots), state.parameters
     differing = [
         f"{plain(name)} is {there.get(name, 'missing')}, the model's is {here.get(name, 'missing')}"
         for name in sorted(here.keys() | there.keys())
@@ -210,9 +211,9 @@ def _check_fits(trainer: Trainer, state: TrainState, folder: Path) -> None:
         )
 
 
-def _targets(trainer: Trainer, shards: Shards) -> Iterator[Target]:
+def _targets(trainer: Trainer, slots: list[Slot], shards: Shards) -> Iterator[Target]:
     """Where this rank's parts of parameters and optimizer state shall go."""
-    for slot in trainer.strategy.slots(trainer.module):
+    for slot in slots:
         local = trainer.strategy.local(slot.parameter.detach())
         yield from _slot_targets(shards, f"P/{slot.name}", slot, local)
         yield from _optimizer_targets(trainer, slot, shards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -278,11 +279,31 @@ def test_what_a_run_left_half_written_is_removed(tmp_path: Path) -> None:
 def test_memory_for_the_copies_is_kept(tmp_path: Path) -> None:
     staging = saving.Staging()
     first = staging.copy({"a": torch.ones(3), "b": torch.ones(2)})
-    places = {name: tensor.data_ptr() for name, tensor in first.items()}
     second = staging.copy({"a": torch.zeros(3), "b": torch.zeros(4)})
-    assert second["a"].data_ptr() == places["a"] and torch.equal(second["a"], torch.zeros(3))
+    assert second["a"].data_ptr() == first["a"].data_ptr() and torch.equal(second["a"], torch.zeros(3))
     assert torch.equal(second["b"], torch.zeros(4)), "one that has grown"
     assert set(staging.copy({"a": torch.ones(3)})) == {"a"}
+
+
+def test_the_optimizer_waits_until_its_state_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, _, keeper = keeper_of(ONE_PROCESS, background("single"), tmp_path)
+    trainer.run(until=2)
+    copy, copied, stepped = saving.Staging.copy, threading.Event(), []
+    trainer.optimizer.register_step_pre_hook(lambda *_: stepped.append(copied.is_set()))
+
+    def late(staging: saving.Staging, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if all(name.startswith("O/") for name in tensors):
+            assert not stepped
+            time.sleep(0.1)
+            copied.set()
+        return copy(staging, tensors)
+
+    monkeypatch.setattr(saving.Staging, "copy", late)
+    keeper.save()
+    trainer.run(until=3)
+    assert stepped == [True]
+    keeper.settle()
+    assert read_record(tmp_path)["saving"]["blocked_seconds"] > 0.05
 
 
 def test_the_command_line_says_async() -> None:
