@@ -55,9 +55,7 @@ def resumed_config(path: Path, words: list[str]) -> Config:
         config = from_container({str(key): value for key, value in tree.items()} | {"resume": str(path)})
         validate(config)
     except (ConfigError, OmegaConfBaseException) as error:
-        lines = [
-            line for line in str(error).splitlines() if "$VALUE" not in line
-        ]  # OmegaConf's template of its message
+        lines = [line for line in str(error).splitlines() if "$VALUE" not in line]  # those are OmegaConf's templates
         raise ConfigError(f"resume={path}: {detail(' '.join(lines))}") from error
     except (AttributeError, TypeError, ValueError, RecursionError, OverflowError) as error:
         raise ConfigError(f"resume={path}: the config in its record.json is damaged: {detail(error)}") from error

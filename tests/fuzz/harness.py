@@ -85,16 +85,25 @@ def _in_child(
 ) -> tuple[Outcome, tuple[int, str] | None]:
     """The outcome of the cases done, and (case, how) where the process died in one."""
     reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        with os.fdopen(writing, "w") as pipe:
-            _cases(target, range(first, end), seed, keep, lambda event: print(json.dumps(event), file=pipe, flush=True))
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        events = [json.loads(line) for line in pipe]
-    _, status = os.waitpid(child, 0)
+    # Made here, so that it is removed whatever becomes of the child.
+    with tempfile.TemporaryDirectory(dir=FAST if os.access(FAST, os.W_OK) else None) as temporary:
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            with os.fdopen(writing, "w") as pipe:
+                _cases(
+                    target,
+                    Path(temporary),
+                    range(first, end),
+                    seed,
+                    keep,
+                    lambda event: print(json.dumps(event), file=pipe, flush=True),
+                )
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            events = [json.loads(line) for line in pipe]
+        _, status = os.waitpid(child, 0)
     if broken := next((event["broken"] for event in events if "broken" in event), None):
         raise AssertionError(f"{target.name}: {broken}")
     done = next((Outcome(**event["done"]) for event in events if "done" in event), None)
@@ -107,35 +116,34 @@ def _in_child(
     return partial, (begun[-1], how)
 
 
-def _cases(target: Target, cases: range, seed: int, keep: Path | None, say: Callable[[dict[str, Any]], None]) -> None:
+def _cases(
+    target: Target, root: Path, cases: range, seed: int, keep: Path | None, say: Callable[[dict[str, Any]], None]
+) -> None:
     """The child's part. What goes wrong outside a reader is `broken`: the corpus, or the damage."""
     signal.signal(signal.SIGPROF, _too_slow)
     outcome = Outcome(target.name)
+    whole, folder = root / "whole", root / "damaged"
     try:
-        with tempfile.TemporaryDirectory(dir=FAST if os.access(FAST, os.W_OK) else None) as temporary:
-            whole, folder = Path(temporary) / "whole", Path(temporary) / "damaged"
-            whole.mkdir()
-            target.make(whole)
-            shutil.copytree(whole, folder)
-            target.read(folder)  # also imports what it needs, before memory is bounded
+        whole.mkdir()
+        target.make(whole)
+        shutil.copytree(whole, folder)
+        target.read(folder)  # also imports what it needs, before memory is bounded
+        shutil.rmtree(folder)
+        content = (whole / target.file).read_bytes()
+        resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY, resource.RLIM_INFINITY))
+        for case in cases:
+            say({"begun": case})
+            shutil.copytree(whole, folder, copy_function=os.link)  # quicker; readers write into no file that is there
+            (folder / target.file).unlink()
+            (folder / target.file).write_bytes(target.damage(content, Random(f"{seed}/{target.name}/{case}")))
+            problem = _problem(target, folder, outcome)
+            if problem is not None:
+                finding = {"case": case, "problem": problem}
+                say(finding)
+                outcome.findings.append(finding)
+                if keep is not None:
+                    shutil.copytree(folder, keep / f"{target.name}-{seed}-{case}", dirs_exist_ok=True)
             shutil.rmtree(folder)
-            content = (whole / target.file).read_bytes()
-            resource.setrlimit(resource.RLIMIT_AS, (_address_space() + MEMORY, resource.RLIM_INFINITY))
-            for case in cases:
-                say({"begun": case})
-                shutil.copytree(
-                    whole, folder, copy_function=os.link
-                )  # quicker; nobody writes into files that are there
-                (folder / target.file).unlink()
-                (folder / target.file).write_bytes(target.damage(content, Random(f"{seed}/{target.name}/{case}")))
-                problem = _problem(target, folder, outcome)
-                if problem is not None:
-                    finding = {"case": case, "problem": problem}
-                    say(finding)
-                    outcome.findings.append(finding)
-                    if keep is not None:
-                        shutil.copytree(folder, keep / f"{target.name}-{seed}-{case}", dirs_exist_ok=True)
-                shutil.rmtree(folder)
     except BaseException:
         say({"broken": traceback.format_exc()})
     else:
