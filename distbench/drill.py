@@ -11,6 +11,7 @@ import platform
 import random
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
     root = Path(tempfile.mkdtemp(prefix="distbench-drill-"))
     began = time.perf_counter()
     site = Site(root)
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: what a case has started does not outlive this process
     results: dict[str, list[Try]] = {drill.name: [] for drill in drills}
     good = False
     try:
@@ -64,6 +66,10 @@ def main(argv: list[str]) -> int:
     if options.write:
         options.write.write_text(_document(text, argv, time.perf_counter() - began))
     return ExitCode.OK if good else ExitCode.DIFFERENT
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 # --- what is asked for

@@ -50,7 +50,8 @@ class Heartbeat:
         """`step`: the one that the rank is in, 1-based."""
         self.beats += 1
         number = -1 if step is None else step
-        LAYOUT.pack_into(self._memory, 0, MAGIC, self._pid, self.beats, number, phase.encode())
+        # Not `pack_into`, which clears the memory first: who reads it then finds no heartbeat.
+        self._memory[:] = LAYOUT.pack(MAGIC, self._pid, self.beats, number, phase.encode())
 
 
 def read_beat(path: Path) -> Beat:

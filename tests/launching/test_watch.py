@@ -54,6 +54,20 @@ def test_what_is_no_heartbeat_is_refused(content: bytes, folder: RunFolder) -> N
     assert beats(folder, [0]) == {}
 
 
+def test_a_heartbeat_is_there_whenever_it_is_read(folder: RunFolder) -> None:
+    path = rank_files(folder, 0).heartbeat
+    Heartbeat(path)
+    script = (
+        "import sys, pathlib; from distbench.launching.heartbeat import Heartbeat\n"
+        "heart = Heartbeat(pathlib.Path(sys.argv[1]))\n"
+        "for step in range(1_000_000): heart.beat('forward', step)"
+    )
+    beating = subprocess.Popen([sys.executable, "-c", script, str(path)])
+    while beating.poll() is None:
+        found = read_beat(path)  # raises where there is none
+    assert beating.returncode == 0 and found.phase == "forward"
+
+
 # --- who waits for whom
 
 STACK = """Thread 0x00007f52d1efc6c0 (most recent call first):
