@@ -34,6 +34,8 @@ SMALL: Settings = {
 
 TIMES = ("data_seconds", "step_seconds", "tokens_per_second")
 """In which two runs that are the same differ."""
+RESULTS = ("steps", "first_loss", "last_loss", "first_grad_norm", "last_grad_norm", "skipped_steps")
+"""What the record sums up."""
 
 
 class Site:
@@ -85,6 +87,9 @@ def same(promised: Promises, folder: Path, straight: Path) -> bool:
     promised(steps == [row["step"] for row in theirs], f"the logged steps are {steps}")
     odd = next((a["step"] for a, b in zip(mine, theirs, strict=False) if a != b), None)
     promised(odd is None, f"step {odd} is not the uninterrupted run's")
+    for key in RESULTS:
+        here, there = record["result"][key], other["result"][key]
+        promised(here == there, f"the record's {key} is {here}, not {there}")
     for key in ("checkpoint", "last_checkpoint"):
         promised(record[key] == other[key] is not None, f"{key} is {record[key]}, not {other[key]}")
     last, reference = folder / other["last_checkpoint"], straight / other["last_checkpoint"]

@@ -21,11 +21,12 @@ class StepSummary(Observer):
         self.warm_up = warm_up
         self.first: tuple[float, float] | None = None
         """(loss, gradient norm)."""
-        self.last: StepMetrics | None = None
+        self.last: dict[str, Any] | None = None
+        """A row of the metrics log, or what the result needs of it."""
         self.seconds: list[float] = []
         self.skipped = 0
         if done:
-            self.first = float(done[0]["loss"]), float(done[0]["grad_norm"])
+            self.first, self.last = (float(done[0]["loss"]), float(done[0]["grad_norm"])), done[-1]
             self.seconds = [float(row["step_seconds"]) for row in done if row["step"] > warm_up]
             self.skipped = sum(bool(row["skipped"]) for row in done)
 
@@ -34,7 +35,7 @@ class StepSummary(Observer):
             self.first = metrics.loss, metrics.grad_norm
         if metrics.step > self.warm_up:
             self.seconds.append(metrics.step_seconds)
-        self.last = metrics
+        self.last = {name: getattr(metrics, name) for name in ("step", "loss", "grad_norm", "tokens")}
         self.skipped += metrics.skipped
 
     def result(self) -> dict[str, Any]:
@@ -42,14 +43,14 @@ class StepSummary(Observer):
             return {"steps": 0, "reason": "the run ended before its first step was done"}
         median = statistics.median(self.seconds) if self.seconds else None
         return {
-            "steps": self.last.step,
+            "steps": self.last["step"],
             "first_loss": self.first[0],
-            "last_loss": self.last.loss,
+            "last_loss": float(self.last["loss"]),
             "first_grad_norm": self.first[1],
-            "last_grad_norm": self.last.grad_norm,
+            "last_grad_norm": float(self.last["grad_norm"]),
             "skipped_steps": self.skipped,
             "step_seconds_median": median,
-            "tokens_per_second_median": None if median is None else self.last.tokens / median,
+            "tokens_per_second_median": None if median is None else self.last["tokens"] / median,
             "reason": f"no step after the first {self.warm_up}, which are warm-up: no step time"
             if median is None
             else None,

@@ -11,6 +11,7 @@ import pytest
 
 from distbench.build import build_trainer
 from distbench.config import SGD, Logging
+from distbench.runs.files import strict
 from distbench.runs.folder import RunFolder
 from distbench.runs.log import RunLog, StepSummary
 from distbench.runs.observers import MetricLog, Progress
@@ -102,6 +103,19 @@ def test_times_are_of_the_steps_after_the_warm_up() -> None:
         "tokens_per_second_median": 12.0,
         "reason": None,
     }
+
+
+@pytest.mark.parametrize("done", [3, 5])
+def test_a_run_that_is_resumed_sums_up_all_its_steps(done: int) -> None:
+    """Where it died after its last one, too."""
+    steps = [metrics(step, float(step), skipped=step == 4) for step in range(1, 6)]
+    straight, training = StepSummary(warm_up=2), trainer()
+    resumed = StepSummary(warm_up=2, done=[strict(asdict(step)) for step in steps[:done]])
+    for step in steps:
+        straight.on_step(step, training)
+    for step in steps[done:]:
+        resumed.on_step(step, training)
+    assert resumed.result() == straight.result() and resumed.result()["steps"] == 5
 
 
 def test_missing_is_not_zero() -> None:
