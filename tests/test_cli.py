@@ -265,11 +265,11 @@ def test_repeats_take_turns_and_the_sweep_ends_with_a_decision(tmp_path: Path) -
     ended = distbench("-m", "strategy=single,ddp", "sweep.repeats=2", *SMALL, cwd=tmp_path)
     assert ended.code == OK, ended.said
     assert [run.name.partition("_")[2] for run in ended.runs] == [
-        *("strategy=single,repeat=1", "strategy=ddp,repeat=1", "strategy=single,repeat=2", "strategy=ddp,repeat=2")
+        *("strategy=single,repeat=1", "strategy=ddp,repeat=1", "strategy=ddp,repeat=2", "strategy=single,repeat=2")
     ]
     records = [json.loads((run / "record.json").read_text()) for run in ended.runs]
     assert [record["config"]["sweep"]["repeat"] for record in records] == [1, 1, 2, 2]
-    assert records[0]["effective"] == records[2]["effective"] != records[1]["effective"]
+    assert records[0]["effective"] == records[3]["effective"] != records[1]["effective"]
     decision = json.loads((ended.runs[0].parent / "decision.json").read_text())
     assert decision["chosen"] is None and decision["why"] in ended.out
     assert "4 of 4 runs passed" in ended.out

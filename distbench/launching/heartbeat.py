@@ -40,11 +40,13 @@ class Heartbeat:
 
     def __init__(self, path: Path) -> None:
         self.beats = 0
-        with path.open("wb+") as file:
+        self._pid = os.getpid()
+        new = path.with_name(f"{path.name}.new")
+        with new.open("wb+") as file:
             file.truncate(LAYOUT.size)
             self._memory = mmap.mmap(file.fileno(), LAYOUT.size)
-        self._pid = os.getpid()
         self.beat("starting")
+        new.replace(path)  # a restarted rank's is never empty for who reads it
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """`step`: the one that the rank is in, 1-based."""
