@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distbench.measure.memory import live_storages
 from distbench.measure.phases import PREFIX, Phases
-from distbench.measure.recorder import Change, Recording, ScopeRecorder
+from distbench.measure.recorder import Change, Recording, ScopeRecorder, Span
 from distbench.stand_ins import places
 from distbench.trainer import Backward, Observer, Trainer
 
@@ -64,15 +64,16 @@ class Seen(Observer):
     """Addresses that are known only within a step."""
 
     gradients: set[int] = field(default_factory=set)
-    copies: set[int] = field(default_factory=set)
-    """Of parameters cast to the compute dtype."""
+    copies: list[set[int]] = field(default_factory=list)
+    """Of parameters cast to the compute dtype, at the end of each forward: backward frees them, and what the next
+    micro-batch makes may lie where they lay."""
 
     def on_gradients(self, backward: Backward, trainer: Trainer) -> None:
         self.gradients = set(addresses(trainer.strategy.gradients(trainer.module)))
 
     def see_copies(self, trainer: Trainer) -> None:
         held = (vars(module).get(name) for module, name in places(trainer.module.modules()))
-        self.copies.update(addresses(tensor for tensor in held if isinstance(tensor, Tensor)))
+        self.copies.append(set(addresses(tensor for tensor in held if isinstance(tensor, Tensor))))
 
 
 def memory_by_kind(trainer: Trainer) -> dict[str, int]:
@@ -100,11 +101,12 @@ def _one_step(trainer: Trainer) -> tuple[int, dict[str, int]]:
     blocks = paired(standing, changes)
     alive = live_storages(trainer.world.device)
     missed = sum(b.size for b in blocks if b.missed or (b.end is None and b.address not in alive))
-    peak, optimizing = time_of_peak(blocks), _start_of(recording, f"{PREFIX}optimizer")
+    peak, optimizing = time_of_peak(blocks), _spans(recording, "optimizer")[0].start
+    forwards = [span.end for span in _spans(recording, "forward")]
     kinds = Counter(hidden)
     for block in blocks:
         if block.lives(peak):
-            kinds[block.kind or kind_of(block, seen, optimizing)] += block.size
+            kinds[block.kind or kind_of(block, seen, forwards, optimizing)] += block.size
     return missed, {kind: kinds[kind] for kind in ORDER if kinds[kind]}
 
 
@@ -148,10 +150,11 @@ def time_of_peak(blocks: Iterable[Block]) -> int:
     return changes[totals.index(max(totals))][0] if totals else 0
 
 
-def kind_of(block: Block, seen: Seen, optimizing: int) -> str:
+def kind_of(block: Block, seen: Seen, forwards: list[int], optimizing: int) -> str:
+    """`forwards`: ns at which each forward ended; `optimizing`: at which the optimizer began."""
     if block.address in seen.gradients and block.lives(optimizing):
         return "gradients"
-    if block.address in seen.copies and f"{PREFIX}forward" in block.scopes:
+    if any(block.address in copies and block.lives(end) for copies, end in zip(seen.copies, forwards, strict=True)):
         return "gathered_parameters"
     for scope in reversed(block.scopes):
         for beginning, kind in SCOPES:
@@ -160,8 +163,9 @@ def kind_of(block: Block, seen: Seen, optimizing: int) -> str:
     return "other"
 
 
-def _start_of(recording: Recording, name: str) -> int:
-    return next(span.start for span in recording.spans if span.name == name)
+def _spans(recording: Recording, phase: str) -> list[Span]:
+    """A phase's, in order; not what Kineto repeats on the device's line."""
+    return [span for span in recording.spans if span.name == f"{PREFIX}{phase}" and not span.device]
 
 
 def _seeing_copies(trainer: Trainer, seen: Seen) -> Callable[[str], AbstractContextManager[None]]:

@@ -56,9 +56,11 @@ def look(world: World, wanted: Config, torch_too: bool) -> tuple[dict[str, int],
 
 
 @cache
-def found(strategy: str, precision: str, ranks: int, torch_too: bool = False) -> tuple[dict[str, int], dict[str, int]]:
+def found(
+    strategy: str, precision: str, ranks: int, torch_too: bool = False, accumulation: int = 1
+) -> tuple[dict[str, int], dict[str, int]]:
     """In processes of its own, that hold nothing else."""
-    return run_distributed(look, ranks, config(strategy, precision), torch_too)[0]
+    return run_distributed(look, ranks, config(strategy, precision, accumulation=accumulation), torch_too)[0]
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,34 @@ def test_gradients_that_wait_for_the_next_micro_batch_are_counted() -> None:
     assert ours["activations"] == pytest.approx(ACTIVATIONS["fp32"] / 2, rel=0.01)
 
 
+@pytest.mark.parametrize("accumulation", [2, 4])
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("ddp", "bf16"), ("ddp", "fp16"), ("fsdp", "bf16"), ("fsdp2", "bf16")]
+)
+def test_activations_that_lie_where_the_last_micro_batch_had_cast_copies(
+    strategy: str, precision: str, accumulation: int
+) -> None:
+    ours, _ = found(strategy, precision, 2, accumulation=accumulation)
+    assert ours["activations"] == ACTIVATIONS["bf16"] // accumulation
+    if strategy == "ddp":
+        assert ours["gathered_parameters"] == 2 * NUM_PARAMETERS, "the cast copies of one micro-batch"
+        assert ours["gradients"] == 4 * NUM_PARAMETERS
+
+
+def test_torchs_tracker_agrees_over_micro_batches() -> None:
+    ours, torchs = found("fsdp2", "bf16", 2, torch_too=True, accumulation=2)  # the only one whose tracker can
+    overlap = 4 * NUM_PARAMETERS // 3
+    assert torchs["Total"] - SLACK <= sum(ours.values()) <= torchs["Total"] + overlap + SLACK
+    assert ours["parameters"] + ours["gathered_parameters"] == torchs["Sharded Param"] + torchs["Unsharded Param"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2-keep"])
+def test_copies_that_autocast_makes_are_activations(strategy: str) -> None:
+    halves, quarters = (found(strategy, "bf16_autocast", 2, accumulation=k)[0]["activations"] for k in (2, 4))
+    norms = 3 * 2 * 16
+    assert 2 * quarters - halves == 2 * (NUM_PARAMETERS - norms), "what does not go with the batch"
+
+
 def change(time: int, address: int, size: int, *scopes: str) -> Change:
     return Change(time, address, size, "cpu", scopes)
 
@@ -138,7 +168,7 @@ def test_a_block_that_is_made_again_was_freed_before() -> None:
 
 
 def test_the_innermost_mark_says_the_kind() -> None:
-    seen = Seen(gradients={3}, copies={4})
+    seen = Seen(gradients={3}, copies=[{4}, {5}])
     forward = "distbench.forward"
     cases = {
         ("FullyShardedDataParallel.forward", forward): "activations",
@@ -149,7 +179,20 @@ def test_the_innermost_mark_says_the_kind() -> None:
         ("distbench.backward",): "other",
     }
     for scopes, kind in cases.items():
-        assert kind_of(Block(1, 8, 10, scopes), seen, optimizing=50) == kind
-    assert kind_of(Block(3, 8, 10, ("distbench.backward",)), seen, optimizing=50) == "gradients"
-    assert kind_of(Block(3, 8, 10, ("distbench.backward",), end=20), seen, optimizing=50) == "other"
-    assert kind_of(Block(4, 8, 10, (forward,)), seen, optimizing=50) == "gathered_parameters"
+        assert kind_of(Block(1, 8, 10, scopes), seen, [20, 40], optimizing=50) == kind
+    assert kind_of(Block(3, 8, 10, ("distbench.backward",)), seen, [20, 40], optimizing=50) == "gradients"
+    assert kind_of(Block(3, 8, 10, ("distbench.backward",), end=20), seen, [20, 40], optimizing=50) == "other"
+    assert kind_of(Block(4, 8, 10, (forward,)), seen, [20, 40], optimizing=50) == "gathered_parameters"
+
+
+def test_a_copy_is_one_as_long_as_it_lives() -> None:
+    forward, seen = ("distbench.forward",), Seen(copies=[{4}, {5}])
+    lives = {
+        (4, 10, None): "gathered_parameters",
+        (4, 10, 30): "gathered_parameters",
+        (4, 31, None): "activations",  # made where the first micro-batch's copy was, in the second one's forward
+        (5, 10, 30): "activations",
+        (5, 31, 45): "gathered_parameters",
+    }
+    for (address, start, end), kind in lives.items():
+        assert kind_of(Block(address, 8, start, forward, end=end), seen, [20, 40], optimizing=50) == kind
