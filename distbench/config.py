@@ -646,6 +646,10 @@ def not_applicable(config: Config) -> dict[str, str]:
     return unused
 
 
+OUTSIDE = ("master_addr", "master_port", "timeout_s", "stall_timeout_s", "grace_s", "max_restarts")
+"""Of `launch`: what changes nothing of what is computed."""
+
+
 def effective(config: Config) -> dict[str, Any]:
     """The part of a config that changes what is computed: what two runs must share to be the same experiment."""
     tree = to_container(config)
@@ -657,7 +661,7 @@ def effective(config: Config) -> dict[str, Any]:
         node[leaf] = "not applicable"
     for ignored in ("name", "output_dir", "logging", "decide", "sweep", "resume"):
         tree.pop(ignored)
-    for outside in ("master_addr", "master_port", "timeout_s", "stall_timeout_s", "grace_s", "max_restarts"):
+    for outside in OUTSIDE:
         tree["launch"].pop(outside, None)
     tree["world_size"] = world_size(config)
     return tree

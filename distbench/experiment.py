@@ -276,18 +276,21 @@ def pass_and_train(
     keeper, gate = Keeper(config, folder, trainer, process.console), None
     try:
         start = starting_point(config)
+        known = read_record(folder.path) if config.resume is not None else {}
         observers, before = trainer.observers, trainer.step
         if start is not None:
             trainer.observers = [dtypes]  # the steps before are not the run's
         beat("gate")
         if config.resume is not None:
             trainer.run(until=1)  # wrappers settle, as they had in the run that goes on
-            gate = read_record(folder.path)["gate"]
+            gate = known["gate"]
         else:
             if baseline is None and start is None:
                 guard.begin(trainer)
             gate = pass_gate(config, baseline, trainer, dtypes, folder)
         topology = {"world_size": world.size, "backend": world.backend, "ranks": world.gather(world.describe())}
+        if known.get("window") is not None:
+            topology = known["topology"]  # where its figures were measured
         if gate["passed"] is False:
             return end(Status.gate_failed, reason=gate["text"], gate=gate, topology=topology)
         if log:
@@ -296,7 +299,6 @@ def pass_and_train(
             load_shards(trainer, start)
             trainer.observers, before = observers, trainer.step
         guard.begin(trainer, baseline)
-        known = read_record(folder.path) if config.resume is not None else {}
         measured, reason = measure_windows(config, trainer, folder) if known.get("window") is None else (None, None)
         keeper.run(until=config.steps, since=before)
     except Stopped:

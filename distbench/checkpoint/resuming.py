@@ -11,18 +11,19 @@ from typing import Any, TextIO
 
 from distbench.checkpoint import lock
 from distbench.checkpoint.manifest import MANIFEST, complete, step_of
-from distbench.config import Config, digest, effective, to_container, world_size
+from distbench.config import OUTSIDE, Config, digest, effective, to_container, world_size
 from distbench.errors import ConfigError
 from distbench.launching.failure import put_aside
-from distbench.runs.environment import launch_command
+from distbench.runs.environment import environment, launch_command
 from distbench.runs.files import write_atomic
 from distbench.runs.folder import RunFolder, Status, now, read_record
 
 MAY_DIFFER = {
-    *("steps", "checkpoint", "logging", "launch", "window", "gate", "on_nonfinite", "decide", "name", "output_dir"),
-    *("resume", "sweep"),
+    *("steps", "checkpoint", "logging", "on_nonfinite", "decide", "name", "output_dir", "resume", "sweep"),
+    *(f"launch.{key}" for key in ("name", "nproc", *OUTSIDE)),
 }
-"""Keys of a config that a resumed run may set anew; every other would make it another experiment."""
+"""Keys of a config that a resumed run may set anew, and `window` until it is measured. Every other would make it another
+experiment, or the record would say that it was measured otherwise than it was. Ranks are counted elsewhere."""
 
 
 def checkpoint_of(path: Path, what: str) -> Path:
@@ -46,7 +47,9 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
     process holds the folder, to its end.
     """
     record = read_record(folder.path)
-    differing = _differing(to_container(config), record.get("config") or {})
+    measured = record.get("window") is not None
+    free = MAY_DIFFER if measured else MAY_DIFFER | {"window"}
+    differing = _differing(to_container(config), record.get("config") or {}, free)
     if differing:
         raise ConfigError(
             f"resume={folder.path} is of another experiment: {'; '.join(differing[:3])}; a new run may start from it with "
@@ -60,7 +63,10 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
     _hold(folder)
     put_aside(folder)
     _forget_after(folder, step)
-    resumes = [*(record.get("resumes") or []), {"step": step, "at": now(), "command": launch_command()}]
+    before, here = record.get("environment") or {}, environment()
+    other = {key: value for key, value in here.items() if value != before.get(key)}
+    entry = {"step": step, "at": now(), "command": launch_command(), "environment": other}
+    resumes = [*(record.get("resumes") or []), entry]
     return {
         "status": Status.running.value,
         "reason": None,
@@ -68,6 +74,7 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
         "run": {**(record.get("run") or {}), "pid": os.getpid()},
         "config": to_container(config),
         "effective": digest(effective(config)),
+        "environment": before if measured else here,  # where the window was measured
         "resumes": resumes,
     }
 
@@ -101,16 +108,16 @@ def _hold(folder: RunFolder) -> None:
         _held[folder.path] = lock.take(folder.path)
 
 
-def _differing(here: dict[str, Any], there: dict[str, Any], prefix: str = "") -> list[str]:
+def _differing(here: dict[str, Any], there: dict[str, Any], free: set[str], prefix: str = "") -> list[str]:
     found: list[str] = []
     for key in here.keys() | there.keys():
-        if not prefix and key in MAY_DIFFER:
+        path, a, b = prefix + key, here.get(key), there.get(key)
+        if path in free:
             continue
-        a, b = here.get(key), there.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differing(a, b, f"{prefix}{key}.")
+            found += _differing(a, b, free, f"{path}.")
         elif a != b:
-            found.append(f"{prefix}{key}={a} instead of {b}")
+            found.append(f"{path}={a} instead of {b}")
     return sorted(found)
 
 

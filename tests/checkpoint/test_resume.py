@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(straight: Path, half:
     run = copied(half, tmp_path)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0, "grad_norm": 1.0}\n{"step": 6, "lo')  # it went on, and died
+    _elsewhere(run)
     both = [start("resume=run", "steps=8", cwd=tmp_path) for _ in range(2)]
     ended, refused = sorted((command.finish() for command in both), key=lambda finished: finished.code)
     assert ended.code == OK, ended.said
@@ -65,7 +67,10 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(straight: Path, half:
     assert losses(run) == losses(straight) and len(losses(run)) == 8
     record, other = read_record(run), read_record(straight)
     assert record["status"] == "passed" and record["gate"]["passed"] and record["finished"]
-    assert [row["step"] for row in record["resumes"]] == [4] and other["resumes"] == []
+    assert [(row["step"], row["environment"]) for row in record["resumes"]] == [
+        (4, {"host": other["environment"]["host"]})
+    ]
+    assert other["resumes"] == [] and record["environment"] == other["environment"], "no window was measured before"
     assert record["last_checkpoint"] == "checkpoints/step_00000008" and record["checkpoint"] == other["checkpoint"]
     mine, theirs = load_file(run / record["checkpoint"]), load_file(straight / other["checkpoint"])
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -73,6 +78,32 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(straight: Path, half:
         assert record["result"][key] == other["result"][key], key
     assert (run / "checkpoints" / "latest").read_text() == "step_00000008\n"
     assert [path.name for path in complete(run / "checkpoints")] == ["step_00000006", "step_00000008"]
+
+
+def _elsewhere(run: Path, **sections: Any) -> dict[str, Any]:
+    """The record, as if it was begun on another host."""
+    record = read_record(run)
+    record |= {"environment": record["environment"] | {"host": "elsewhere"}, **sections}
+    (run / "record.json").write_text(json.dumps(record))
+    return record
+
+
+def test_a_window_keeps_what_it_was_measured_with(tmp_path: Path) -> None:
+    quick = ["window=quick", "steps=14", "checkpoint.every=14", "hydra.run.dir=run"]
+    ended = distbench(*RUN[:-2], *quick, cwd=tmp_path)
+    assert ended.code == OK, ended.said
+    run = tmp_path / "run"
+    topology = {"world_size": 2, "backend": "gloo", "ranks": [{"device_name": "another"}] * 2}
+    before = _elsewhere(run, topology=topology)
+    ended = distbench("resume=run", "steps=15", "window.measured=9", cwd=tmp_path)
+    assert ended.code == USAGE and "is of another experiment: window.measured=9 instead of " in ended.err
+    ended = distbench("resume=run", "steps=15", cwd=tmp_path)
+    assert ended.code == OK, ended.said
+    record = read_record(run)
+    for key in ("window", "environment", "topology", "gate"):
+        assert record[key] == before[key] is not None, key
+    assert record["config"]["window"] == before["config"]["window"]
+    assert record["resumes"][0]["environment"].keys() == {"host"}
 
 
 def test_and_so_is_one_that_did_not_wait_for_its_checkpoints(straight: Path, tmp_path: Path) -> None:
@@ -106,6 +137,8 @@ def test_another_strategy_starts_from_it(half: Path, tmp_path: Path) -> None:
     [
         (["resume=run"], "is at step 4 of steps=4; add steps=... to train on"),
         (["resume=run", "steps=8", "seed.data=3"], "is of another experiment: seed.data=3 instead of 0; a new run may"),
+        (["resume=run", "steps=8", "gate.steps=2"], "is of another experiment: gate.steps=2 instead of 3"),
+        (["resume=run", "steps=8", "launch.threads_per_rank=3"], "is of another experiment: launch.threads_per_rank=3"),
         (["resume=run", "steps=8", "launch.nproc=1"], "ran on 2 ranks, now there are 1; a new run may start from it"),
         (["resume=nope"], "is no run folder: it has no record.json"),
         (["resume=run", "-m"], "-m does not go with resume="),
