@@ -63,7 +63,9 @@ class Ratio:
 
 
 def digits(percent: float) -> str:
-    """Of a size from 0 on; beyond what a table has room for, in powers of ten."""
+    """Of a size from 0 on; in powers of ten where a table has no room for it otherwise."""
+    if 0 < percent < 0.05:
+        return f"{percent:.1g}"
     return f"{percent:.1f}" if percent < 9.95 else f"{percent:.0f}" if percent < 1e5 else f"{percent:.1e}"
 
 
@@ -83,6 +85,8 @@ class Blocks:
     """Standard errors of the candidates' means, without the repeats' common part."""
     within: float
     """Relative standard deviation within a repeat."""
+    spread: float
+    """The same, that of steps included where that is larger: a typical candidate's."""
     degrees: int
 
     @classmethod
@@ -105,8 +109,8 @@ class Blocks:
         degrees = (rows - 1) * (columns - 1)
         own = np.square(residuals).sum(axis=1) * rows / degrees
         pooled = float(own.mean())
-        variance = np.maximum(np.maximum(pooled, own), steps) / columns
-        return cls(np.sqrt(variance), math.sqrt(pooled), degrees)
+        variance = np.maximum(np.maximum(pooled, own), steps)
+        return cls(np.sqrt(variance / columns), math.sqrt(pooled), math.sqrt(float(variance.mean())), degrees)
 
 
 @dataclass(frozen=True)
@@ -121,8 +125,8 @@ class StepTimes:
     """Relative standard deviation from run to run."""
     degrees: float
     """Degrees of freedom of `between`; infinite where it is assumed."""
-    repeats: float
-    """Of a candidate, on average."""
+    spread: float = ASSUMED_BETWEEN
+    """Relative standard deviation of one run, that of its steps included where that is larger: a typical candidate's."""
     blocks: Blocks | None = None
     """Where every candidate was run in every repeat."""
 
@@ -139,46 +143,56 @@ class StepTimes:
         degrees = int((counts - 1).sum())
         steps = np.array([within[part].mean() for part in by_candidate])
         if degrees == 0:
-            return cls(means, np.sqrt(steps + ASSUMED_BETWEEN**2), ASSUMED_BETWEEN, math.inf, 1.0)
+            return cls(means, np.sqrt(steps + ASSUMED_BETWEEN**2), ASSUMED_BETWEEN, math.inf)
         pooled = float(squares.sum()) / degrees
         own = squares / np.maximum(counts - 1, 1)
         # A repeat's median already has the noise of its steps in it, so the variances are alternatives, not summands.
-        variance = np.maximum(np.maximum(pooled, own), steps) / counts
+        variance = np.maximum(np.maximum(pooled, own), steps)
         blocks = Blocks.of([medians[part] for part in by_candidate], steps, repeats)
-        return cls(means, np.sqrt(variance), math.sqrt(pooled), degrees, float(counts.mean()), blocks)
+        spread = math.sqrt(float(variance.mean())) if blocks is None else blocks.spread
+        return cls(means, np.sqrt(variance / counts), math.sqrt(pooled), degrees, spread, blocks)
 
     @property
     def assumed(self) -> bool:
         return math.isinf(self.degrees)
 
-    def quantile(self, comparisons: int = 1) -> float:
-        """Of `contrasts`: standard errors either side, so that all of so many comparisons hold together."""
-        degrees = self.degrees if self.blocks is None else self.blocks.degrees
-        return student_quantile(LEVEL / max(1, comparisons), degrees)
+    @property
+    def comparisons(self) -> int:
+        """Pairs of candidates. The one that others are compared with is whichever came out fastest, so any pair may be
+        the one that chance has set apart: held to all of them (Bonferroni)."""
+        count = len(self.errors)
+        return max(1, count * (count - 1) // 2)
+
+    @property
+    def contrast_degrees(self) -> float:
+        """Degrees of freedom of `contrasts`."""
+        return self.degrees if self.blocks is None else self.blocks.degrees
+
+    @property
+    def quantile(self) -> float:
+        """Of `contrasts`: standard errors either side, so that all comparisons hold together."""
+        return student_quantile(LEVEL / self.comparisons, self.contrast_degrees)
 
     @property
     def contrasts(self) -> NDArray[np.float64]:
         """Standard errors that a difference of two candidates is made of."""
         return self.errors if self.blocks is None else self.blocks.errors
 
-    def resolution(self, comparisons: int = 1) -> float:
-        """The ratio of two step times that such a sweep finds in four of five cases (`FOUND`)."""
-        degrees = self.degrees if self.blocks is None else self.blocks.degrees
-        return _exp(_reach(degrees, comparisons) * self._typical_error * math.sqrt(2))
-
-    def repeats_to_find(self, ratio: float, comparisons: int = 1) -> int | None:
-        """Of every candidate, with this noise, for `resolution` to be `ratio`. None: not with any number worth naming."""
-        rows = len(self.errors)
-        one = self._typical_error * math.sqrt(self.repeats * 2)
-        degrees = (lambda n: (rows - 1) * (n - 1)) if self.blocks is not None else (lambda n: rows * (n - 1))
-        numbers = range(2, MAX_REPEATS)
-        return next(
-            (n for n in numbers if _reach(degrees(n), comparisons) * one / math.sqrt(n) <= math.log(ratio)), None
-        )
-
     @property
-    def _typical_error(self) -> float:
-        return math.sqrt(float(np.square(self.contrasts).mean()))
+    def resolution(self) -> float:
+        """The ratio of two step times that such a sweep finds in four of five cases (`FOUND`)."""
+        typical = math.sqrt(float(np.square(self.contrasts).mean()))
+        return _exp(_reach(self.contrast_degrees, self.comparisons) * typical * math.sqrt(2))
+
+    def repeats_to_find(self, ratio: float) -> int | None:
+        """Of every candidate, with this noise, for `resolution` to be `ratio`. None: not with any number worth naming."""
+        rows = len(self.errors) if self.blocks is None else len(self.errors) - 1
+        found = (
+            n
+            for n in range(2, MAX_REPEATS)
+            if _reach(rows * (n - 1), self.comparisons) * self.spread * math.sqrt(2 / n) <= math.log(ratio)
+        )
+        return next(found, None)
 
     def median(self, index: int) -> tuple[float, float, float]:
         """(median, low, high) of one candidate's step time in s, 95 %."""
@@ -186,12 +200,12 @@ class StepTimes:
         value = self.log_medians[index]
         return _exp(value), _exp(value - reach), _exp(value + reach)
 
-    def ratio(self, index: int, reference: int, comparisons: int = 1) -> Ratio:
-        """How much longer candidate `index` takes than `reference`."""
+    def ratio(self, index: int, reference: int) -> Ratio:
+        """How much longer candidate `index` takes than `reference`, at 95 % for all such comparisons together."""
         value = float(self.log_medians[index] - self.log_medians[reference])
         if index == reference:
             return Ratio(1.0, 1.0, 1.0)
-        reach = self.quantile(comparisons) * math.hypot(self.contrasts[index], self.contrasts[reference])
+        reach = self.quantile * math.hypot(self.contrasts[index], self.contrasts[reference])
         return Ratio(_exp(value), _exp(value - reach), _exp(value + reach))
 
 

@@ -23,6 +23,7 @@ from distbench.runs.candidates import TIERS, Figure, Reading, Run, read_runs
 from distbench.runs.folder import Status, now
 from distbench.runs.noise import ASSUMED_BETWEEN, Ratio, StepTimes, digits
 from distbench.runs.sides import settings
+from distbench.runs.text import counted
 
 SCHEMA = 1
 """Version of decision.json."""
@@ -254,7 +255,6 @@ class _Decision:
     def __init__(self, ranking: Ranking, times: StepTimes) -> None:
         self.ranking, self.times, self.rule = ranking, times, ranking.decide
         self.candidates = ranking.candidates
-        self.comparisons = max(1, len(self.candidates) - 1)
         self.meter = self._memory_meter()
 
     def make(self) -> None:
@@ -267,12 +267,16 @@ class _Decision:
         if not eligible:
             for candidate, refusal in zip(self.candidates, refusals, strict=True):
                 candidate.reason = refusal or ""
-            self.ranking.why = f"no candidate satisfies decide={self.rule.rule.name}: {refusals[fastest]}"
+            others = "; why each of the others does not is said beside it" if len(refusals) > 1 else ""
+            self.ranking.why = (
+                f"no candidate satisfies decide={self.rule.rule.name}: the fastest, {self.candidates[fastest].name}, "
+                f"{refusals[fastest]}{others}"
+            )
             self._sort()
             return
         choice = self._choose(eligible)
         for index, candidate in enumerate(self.candidates):
-            candidate.versus = self.times.ratio(index, choice, self.comparisons)
+            candidate.versus = self.times.ratio(index, choice)
             candidate.reason = refusals[index] or self._reason(index, choice)
         chosen = self.candidates[choice]
         chosen.chosen = True
@@ -287,7 +291,7 @@ class _Decision:
 
     def _memory_meter(self) -> str | None:
         meters = Counter(c.memory.meter for c in self.candidates if c.memory.value is not None)
-        return meters.most_common(1)[0][0] if meters else None
+        return max(meters, key=lambda meter: (meters[meter], str(meter))) if meters else None  # in any order of folders
 
     def _memory(self, candidate: Candidate) -> Figure:
         """Its peak, if it was measured as the others'."""
@@ -304,7 +308,7 @@ class _Decision:
         logs, squares = self.times.log_medians[known], np.square(self.times.contrasts[known])
         high = np.array([self.candidates[i].memory.value for i in known], dtype=np.float64)
         low = np.array([self.candidates[i].memory_low for i in known], dtype=np.float64)
-        quantile = self.times.quantile(self.comparisons)
+        quantile = self.times.quantile
         for place, index in enumerate(known):
             reach = quantile * np.sqrt(squares + squares[place])
             longer = logs[place] - logs
@@ -327,7 +331,7 @@ class _Decision:
         if rule.rule is Rule.most_accurate_within and candidate.precision_error.value is None:
             return f"no precision error to judge it by: {candidate.precision_error.reason}"
         if rule.rule in (Rule.smallest_within, Rule.most_accurate_within):
-            ratio = self.times.ratio(index, fastest, self.comparisons)
+            ratio = self.times.ratio(index, fastest)
             if ratio.value > 1 + rule.within_percent / 100:
                 beyond = "" if ratio.verdict == "slower" else ", though not for sure"
                 percent = digits(100 * (ratio.value - 1))
@@ -356,7 +360,7 @@ class _Decision:
             return not _less(a, b) and not _less(b, a)
         if self.rule.rule is Rule.most_accurate_within:
             return math.isclose(a.precision_error.value or 0.0, b.precision_error.value or 0.0, rel_tol=SAME_ERROR)
-        return self.times.ratio(index, other, self.comparisons).verdict == "no difference"
+        return self.times.ratio(index, other).verdict == "no difference"
 
     def _reason(self, index: int, choice: int) -> str:
         """In one line, what is known of an eligible loser against the choice."""
@@ -413,7 +417,7 @@ class _Decision:
         if self.rule.rule not in (Rule.smallest_within, Rule.most_accurate_within):
             return ""
         choice = next(index for index, candidate in enumerate(self.candidates) if candidate.chosen)
-        ratio = self.times.ratio(choice, int(np.argmin(self.times.log_medians)), self.comparisons)
+        ratio = self.times.ratio(choice, int(np.argmin(self.times.log_medians)))
         if ratio.high <= 1 + self.rule.within_percent / 100:
             return ""
         return f", by the medians: it may be up to {100 * (ratio.high - 1):.3g} % slower"
@@ -430,10 +434,10 @@ class _Decision:
         else:
             repeats = sum(len(c.runs) for c in self.candidates)
             notes.append(
-                f"step times vary by {100 * times.between:.1f} % from run to run (standard deviation, {repeats} runs of "
-                f"{len(self.candidates)} candidates)"
+                f"step times vary by {digits(100 * times.between)} % from run to run (standard deviation, {repeats} runs of "
+                f"{counted(len(self.candidates), 'candidate')})"
                 + (
-                    f"; within a repeat, where they are compared, by {100 * times.blocks.within:.1f} %"
+                    f"; within a repeat, where they are compared, by {digits(100 * times.blocks.within)} %"
                     if times.blocks
                     else ""
                 )
@@ -454,14 +458,14 @@ class _Decision:
 
     def _resolution(self) -> str:
         """What the sweep could have found, so that "no difference" is not read as "none there is"."""
-        smallest = self.times.resolution(self.comparisons) - 1
+        smallest = self.times.resolution - 1
         found = f"with that noise, a difference of {digits(100 * smallest)} % or more is found four times in five"
         if smallest <= WORTH_FINDING:
             return found
-        needed = self.times.repeats_to_find(1 + WORTH_FINDING, self.comparisons)
+        needed = self.times.repeats_to_find(1 + WORTH_FINDING)
         worth = f"{100 * WORTH_FINDING:g} %"
         return f"{found}; for {worth}, " + (
-            f"sweep.repeats={needed}" if needed else "longer windows or a quieter machine"
+            f"about sweep.repeats={needed}" if needed else "longer windows or a quieter machine"
         )
 
     def _sort(self) -> None:
@@ -545,8 +549,9 @@ def to_json(ranking: Ranking, root: Path | None = None) -> dict[str, Any]:
         else {
             "between_runs": times.between,
             "assumed": times.assumed,
-            "degrees_of_freedom": None if times.assumed else times.degrees,
-            "resolution": None if times.assumed else times.resolution(max(1, len(ranking.candidates) - 1)),
+            "within_repeats": None if times.blocks is None else times.blocks.within,
+            "degrees_of_freedom": None if times.assumed else times.contrast_degrees,
+            "resolution": None if times.assumed else times.resolution,
             "memory": MEMORY_NOISE,
         },
         "group": None

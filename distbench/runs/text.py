@@ -23,3 +23,8 @@ def detail(value: Any) -> str:
     """What a message says of an error, or quotes from a file: one line, and not longer than a line may be."""
     text = " ".join(str(value).split())
     return text if len(text) <= MAX_DETAIL else f"{text[:MAX_DETAIL]}..."
+
+
+def counted(number: int, what: str) -> str:
+    """`1 run`, `2 runs`."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")

@@ -96,7 +96,7 @@ def test_what_else_must_be_known(tmp_path: Path) -> None:
         write(tmp_path / f"torn{number}", "{")
     (tmp_path / "refused" / ".hydra").mkdir(parents=True)
     lines = other_lines(rank([tmp_path]))
-    assert lines[0].startswith("step times vary by 0.0 % from run to run")
+    assert lines[0].startswith("step times vary by 0.05 % from run to run")
     assert "group 2 (1 run) is not comparable: global_batch 16 instead of 8; --group 2 ranks it" in lines
     assert sum("is damaged" in line for line in lines) == 5 and "and 2 more records that cannot be read" in lines
     assert "1 run refused before it started" in lines
