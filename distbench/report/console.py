@@ -16,6 +16,7 @@ from distbench.errors import RunFolderError
 from distbench.report.diff_console import plain
 from distbench.runs.folder import Status, read_record
 from distbench.runs.rank import Ranking
+from distbench.runs.text import counted, readable_bytes
 from distbench.sweep import read_duplicate
 
 
@@ -32,7 +33,7 @@ def print_run(path: Path) -> None:
     speed, step = result.get("tokens_per_second_median"), result.get("step_seconds_median")
     loss = f"loss {_number(result.get('first_loss'), '{:.6g}')} -> {_number(result.get('last_loss'), '{:.6g}')}"
     print(
-        f"    {record['status']}: {loss} in {result['steps']} steps"
+        f"    {record['status']}: {loss} in {counted(result['steps'], 'step')}"
         + ("" if step is None or speed is None else f", {step * 1e3:.1f} ms a step, {speed:,.0f} tokens/s")
         + f", batch {record['batch']['text']}",
         flush=True,
@@ -53,20 +54,12 @@ def _window(window: dict[str, Any]) -> str:
     step, memory = window["step_time"], window["memory"]["peak_allocated"]
     parts = [f"step {step['median'] * 1e3:.1f} ms ({step['low'] * 1e3:.1f} to {step['high'] * 1e3:.1f})"]
     if memory["bytes"] is not None:
-        parts.append(f"peak {_bytes(memory['bytes'])} on rank {memory['rank']}")
+        parts.append(f"peak {readable_bytes(memory['bytes'])} on rank {memory['rank']}")
     for name, label in (("exposed_comm", "exposed communication"), ("data_wait", "data wait")):
         if window[name]["median"] is not None:
             parts.append(f"{label} {window[name]['median'] * 1e3:.1f} ms")
     parts += window["bytes"]["warnings"]
     return ", ".join(parts)
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    raise AssertionError
 
 
 def print_failure(path: Path, failure: dict[str, Any]) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 from distbench.errors import OutputError
 from distbench.runs.candidates import UNGATED, Figure, Run
 from distbench.runs.files import write_atomic, write_json
-from distbench.runs.rank import Candidate, Ranking, gib, to_json
-from distbench.runs.text import plain
+from distbench.runs.rank import Candidate, Ranking, to_json
+from distbench.runs.text import plain, readable_bytes
 
 COLUMNS = (
     *("", "run", "strategy", "precision", "wrap", "prefetch", "acc", "ranks", "gate", "parallel err", "precision err"),
@@ -62,7 +62,7 @@ def candidate_row(candidate: Candidate) -> Row:
         "gate": candidate.tier,
         "parallel err": number(candidate.parallel_error, "{:.1e}"),
         "precision err": number(candidate.precision_error, "{:.1e}"),
-        "peak memory": "-" if candidate.memory.value is None else gib(candidate.memory.value),
+        "peak memory": "-" if candidate.memory.value is None else readable_bytes(candidate.memory.value),
         "exposed comm": number(candidate.exposed, "{:.3g}", 1e3),
         "ms/step": f"{median:.4g} ({low:.3g} to {high:.3g})",
         "tokens/s": number(candidate.tokens, "{:,.0f}"),
@@ -77,7 +77,7 @@ def _unranked_row(run: Run) -> Row:
     Of another tool's ungated row it is all there is, so that is shown.
     """
     figures = {
-        "peak memory": "-" if run.memory.value is None else gib(run.memory.value),
+        "peak memory": "-" if run.memory.value is None else readable_bytes(run.memory.value),
         "exposed comm": number(run.exposed, "{:.3g}", 1e3),
         "ms/step": number(run.step_time, "{:.4g}", 1e3),
         "tokens/s": number(run.tokens, "{:,.0f}"),

@@ -27,9 +27,9 @@ from distbench.report.page import document
 from distbench.report.svg import MAX_POINTS, Plot, padded, ticks
 from distbench.runs.candidates import Figure, as_tree
 from distbench.runs.folder import read_record
-from distbench.runs.rank import Candidate, Ranking, gib
+from distbench.runs.rank import Candidate, Ranking
 from distbench.runs.sides import MAX_GATE_BYTES, is_measurable, number_of, read_losses, read_text
-from distbench.runs.text import plain
+from distbench.runs.text import plain, readable_bytes
 
 SHOWN = tuple(column for column in COLUMNS if column != "verdict")
 """The reason says it."""
@@ -92,7 +92,7 @@ def to_html(ranking: Ranking, title: str) -> str:
             "by kind at the peak of a tracked step, and below it as predicted",
             details,
             _Detail.memory_bars,
-            gib,
+            readable_bytes,
             1024,
         ),
         _scaling(ranking.candidates),
@@ -242,7 +242,7 @@ class _Detail:
             tree = as_tree(self.window.get(key))
             parts = [(kind, value) for kind in tree if kind in KINDS and (value := _value(tree[kind])) is not None]
             if parts and sum(value for _, value in parts) > 0:
-                total = gib(sum(value for _, value in parts))
+                total = readable_bytes(sum(value for _, value in parts))
                 meter = "closed form" if faint else "tracked step"
                 found.append(Bar(name, parts, total, meter, faint))
         return found if found and not found[0].faint else []

@@ -488,14 +488,6 @@ def _beyond(value: float, limit: float) -> str:
     return next(text for digits in (3, 6, 9, 17) if float(text := f"{value:.{digits}g}") > limit or digits == 17)
 
 
-def gib(num_bytes: float) -> str:
-    """Bytes as people read them."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:,.0f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
 # --- decision.json
 
 

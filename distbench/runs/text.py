@@ -28,3 +28,11 @@ def detail(value: Any) -> str:
 def counted(number: int, what: str) -> str:
     """`1 run`, `2 runs`."""
     return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
+def readable_bytes(num_bytes: float) -> str:
+    """Bytes as people read them."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}" if num_bytes < 1000 * size else f"{num_bytes / size:,.0f} {unit}"
+    return f"{num_bytes:.0f} B"
