@@ -36,10 +36,10 @@ def names(ranking: Ranking) -> list[str]:
 def sweep(root: Path) -> Path:
     """Four configurations of which none is best at everything."""
     accurate = {"gate": {"passed": True, "tier": "bound", "parallel_error": 1e-8, "precision_error": 1e-9}}
-    candidate(root, "fast", 10=4, repeats=3, seed=1)
-    candidate(root, "small", 10.3=1, repeats=3, seed=2)
-    candidate(root, "accurate", 10.4=4, repeats=3, seed=3, **accurate)
-    candidate(root, "slow", 20=0.5, repeats=3, seed=4)
+    candidate(root, "fast", 10, gib=4, repeats=3, seed=1)
+    candidate(root, "small", 10.3, gib=1, repeats=3, seed=2)
+    candidate(root, "accurate", 10.4, gib=4, repeats=3, seed=3, **accurate)
+    candidate(root, "slow", 20, gib=0.5, repeats=3, seed=4)
     return root
 
 
@@ -101,8 +101,8 @@ def test_what_is_within_the_noise_is_said_to_be_no_different(tmp_path: Path) -> 
 
 
 def test_of_two_as_fast_the_smaller_dominates_and_is_chosen(tmp_path: Path) -> None:
-    candidate(tmp_path, "large", 10=2, repeats=3, noise=Noise(between=0.03), seed=1)
-    candidate(tmp_path, "small", 10.1=1, repeats=3, noise=Noise(between=0.03), seed=5)
+    candidate(tmp_path, "large", 10, gib=2, repeats=3, noise=Noise(between=0.03), seed=1)
+    candidate(tmp_path, "small", 10.1, gib=1, repeats=3, noise=Noise(between=0.03), seed=5)
     ranking = rank([tmp_path])
     assert ranking.chosen is named(ranking, "small") and named(ranking, "large").pareto is False
     assert "100 % more memory" in named(ranking, "large").reason
@@ -177,8 +177,8 @@ def test_passing_once_does_not_undo_having_failed(tmp_path: Path) -> None:
 
 
 def test_a_missing_figure_is_not_zero(tmp_path: Path) -> None:
-    candidate(tmp_path, "known", 10=1)
-    candidate(tmp_path, "unknown", 20=None)
+    candidate(tmp_path, "known", 10, gib=1)
+    candidate(tmp_path, "unknown", 20, gib=None)
     ranking = rank([tmp_path])
     unknown = named(ranking, "unknown")
     assert unknown.memory == Figure(None, "tensor peak", "not measured") and unknown.pareto is None
@@ -203,8 +203,8 @@ def test_what_is_no_figure_is_missing_with_a_reason(tmp_path: Path, value: Any) 
 
 
 def test_memory_by_different_meters_is_not_compared(tmp_path: Path) -> None:
-    candidate(tmp_path, "a", 10=4)
-    candidate(tmp_path, "b", 12=3)
+    candidate(tmp_path, "a", 10, gib=4)
+    candidate(tmp_path, "b", 12, gib=3)
     candidate(tmp_path, "c", 20, window=window(20, 1, meter="rss"))
     ranking = rank([tmp_path])
     assert named(ranking, "c").pareto is None and named(ranking, "b").pareto
@@ -221,7 +221,7 @@ def test_repeats_by_different_meters_have_no_figure_together(tmp_path: Path) -> 
 
 def test_repeats_are_one_candidate_with_all_their_samples(tmp_path: Path) -> None:
     weaker = {"passed": True, "tier": "noise", "parallel_error": 2e-8, "precision_error": None}
-    paths = candidate(tmp_path, "a", 10=1, repeats=2)
+    paths = candidate(tmp_path, "a", 10, gib=1, repeats=2)
     write(tmp_path / "009_a,repeat=3", record(effective="a", window=window(10, 2), gate=weaker))
     (together,) = rank([tmp_path]).candidates
     assert len(together.runs) == 3 and together.name == "000_a" and together.runs[0].path == paths[0]
@@ -386,14 +386,14 @@ def test_a_fault_in_any_form_is_never_ranked(tmp_path: Path) -> None:
 
 
 def test_what_is_just_above_a_budget_has_the_digits_to_see_it(tmp_path: Path) -> None:
-    candidate(tmp_path, "a"=1.0001)
+    candidate(tmp_path, "a", gib=1.0001)
     (only,) = rank([tmp_path], Decide(Rule.fastest_within_memory, memory_gib=1)).candidates
     assert only.reason == "needs 1.0001 GiB, more than the 1 GiB there are"
 
 
 def test_percentages_have_room_in_a_table(tmp_path: Path) -> None:
     candidate(tmp_path, "a", 10)
-    candidate(tmp_path, "b", 1e30=1e8)
+    candidate(tmp_path, "b", 1e30, gib=1e8)
     ranking = rank([tmp_path], Decide(Rule.smallest_within))
     assert "e+31 % slower than the fastest" in named(ranking, "b").reason
     assert "e+10 % more memory" in named(rank([tmp_path]), "b").reason
@@ -407,8 +407,8 @@ def test_a_group_that_cannot_be_ranked_says_why(tmp_path: Path) -> None:
 
 
 def test_a_choice_for_its_less_memory_is_not_called_the_fastest(tmp_path: Path) -> None:
-    candidate(tmp_path, "quick", 10=4)
-    candidate(tmp_path, "small", 10.3=1)
+    candidate(tmp_path, "quick", 10, gib=4)
+    candidate(tmp_path, "small", 10.3, gib=1)
     ranking = rank([tmp_path])
     assert ranking.chosen is named(ranking, "small")
     assert ranking.why == "fastest of 2 within the noise, for its less memory; the same step time as 000_quick"
