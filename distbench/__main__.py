@@ -193,7 +193,7 @@ def _compose_and_run(argv: list[str]) -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from distbench import sweep
+    from distbench import sweep, sweep_folder
     from distbench.config import register_schemas
     from distbench.hydra_edge import (
         conf_dir,
@@ -206,6 +206,8 @@ def _compose_and_run(argv: list[str]) -> int:
 
     refuse_flags(argv)
     refuse_unnamed_options(argv)
+    if {"-m", "--multirun"} & set(argv):
+        argv = sweep_folder.with_folder(argv)
     register_schemas()
     register_resolvers()
     skip_mode_lookup(argv)

@@ -433,6 +433,8 @@ class SweepOptions:
     order: Order = Order.interleaved
     repeat: int = 1
     """Which repeat a run is; a sweep sets it."""
+    resume: bool = False
+    """Go on with the newest sweep of the same command: what is finished is not run again."""
 
 
 @dataclass

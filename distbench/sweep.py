@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import pickle
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -25,12 +24,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-from distbench import hydra_edge
+from distbench import experiment, hydra_edge
 from distbench.config import GROUPS, Config, Decide, Order, digest, effective, from_container, joined_world
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import write_json
-from distbench.runs.folder import RunFolder, Status
-from distbench.runs.text import complaint
+from distbench.runs.folder import RunFolder, Status, read_record
+from distbench.runs.text import complaint, counted
+from distbench.sweep_folder import begin, claim
 from distbench.validation import validate
 
 _exit_codes: list[int] = []
@@ -75,21 +75,19 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
 
     Returns a small status object and never raises for a failed run, so that a sweep goes on with its next cell.
     """
-    from distbench.experiment import run
-
     hydra = HydraConfig.get()
     path = Path(hydra.runtime.output_dir)
     try:
         config = typed(cfg)
         validate(config)
-        if hydra.mode is RunMode.MULTIRUN and (twin := _claim(Path(hydra.sweep.dir), config, path)):
+        if hydra.mode is RunMode.MULTIRUN and (twin := claim(Path(hydra.sweep.dir), config, path)):
             write_json(path / "duplicate_of.json", {"duplicate_of": twin})
             print(f"    the same effective experiment as {twin}: not run again", flush=True)
             return {"status": "duplicate", "duplicate_of": twin}
-        folder = RunFolder.create(path)
+        config, folder, outcome = _as_it_was_left(config, path)
         gc.enable()  # off since the command line began
         try:
-            outcome = run(config, folder)
+            outcome = outcome or experiment.run(config, folder)
         except KeyboardInterrupt:  # before there was a record to say so
             folder.discard_unused()
             raise
@@ -107,6 +105,32 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
     if outcome.status is Status.interrupted:
         raise KeyboardInterrupt  # the user stopped the sweep, not this cell
     return {"status": outcome.status.value, "folder": str(path)}
+
+
+def _as_it_was_left(config: Config, path: Path) -> tuple[Config, RunFolder, experiment.Outcome | None]:
+    """A cell's folder, for it to begin in or, in a sweep that goes on, to go on in; what became of it where it has ended.
+
+    Raises ConfigError where the folder holds another experiment, OutputError where it still runs.
+    """
+    from distbench.checkpoint.manifest import complete
+    from distbench.checkpoint.resuming import start_over
+
+    if not (config.sweep.resume and (path / "record.json").exists()):
+        return config, RunFolder.create(path), None
+    record, folder = read_record(path), RunFolder.reopen(path)
+    if record.get("effective") != digest(effective(config)):
+        raise ConfigError(
+            f"{path} holds another experiment than this cell now is; start a new sweep, without sweep.resume"
+        )
+    status = Status(record["status"])
+    if status in (Status.passed, Status.gate_failed):
+        print(f"    {status.value} before: not run again", flush=True)
+        return config, folder, experiment.Outcome(status, experiment.EXIT_CODES[status])
+    print(f"    {status.value} before: {'resumed' if complete(folder.checkpoints) else 'run again'}", flush=True)
+    if complete(folder.checkpoints):
+        return replace(config, resume=str(path)), folder, None
+    start_over(folder)
+    return config, folder, None
 
 
 def _refused(error: DistbenchError, path: Path, mode: RunMode | None) -> dict[str, Any]:
@@ -163,37 +187,6 @@ def _has_only_fields(node: Any, value: Any) -> bool:
     return set(node) <= _names(value) and all(_has_only_fields(node._get_node(k), getattr(value, k)) for k in node)
 
 
-CLAIMS = ".experiments"
-"""In a sweep's folder: which cell runs which effective experiment."""
-
-
-def _begin(sweep_dir: Path) -> None:
-    """Make the folder a sweep's own: cells of two sweeps would be given the same names in it, and run in each other's."""
-    try:
-        (sweep_dir / CLAIMS).mkdir(parents=True)
-    except FileExistsError:
-        _usage(f"{sweep_dir} already holds a sweep; choose another hydra.sweep.dir")
-    except OSError as error:
-        _usage(f"cannot write {error.filename}: {error.strerror}; set output_dir=...")
-
-
-def _claim(sweep_dir: Path, config: Config, folder: Path) -> str | None:
-    """The name of the cell that already runs this effective experiment in the same repeat; else claim it for `folder`.
-
-    Exclusive creation, so that cells of one sweep may run in different processes or on different hosts.
-    """
-    claims = sweep_dir / CLAIMS
-    claims.mkdir(exist_ok=True)
-    claim = claims / f"{digest(effective(config))}_{config.sweep.repeat}"
-    try:
-        handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
-        return claim.read_text() or "an earlier cell"
-    with os.fdopen(handle, "w") as file:
-        file.write(folder.name)
-    return None
-
-
 def read_duplicate(folder: Path) -> str | None:
     """The twin that a cell's folder names instead of holding a run of its own, if it does."""
     try:
@@ -230,7 +223,7 @@ class SweepCallback(Callback):
         if config.hydra.sweeper._target_ != BASIC_SWEEPER:
             if config.sweep.repeats > 1:
                 _usage(f"sweep.repeats={config.sweep.repeats} needs Hydra's own sweeper; use sweep.repeats=1")
-            _begin(Path(config.hydra.sweep.dir))
+            _begin(config)
             return  # other sweepers choose their cells as they go; each is validated when it starts
         _add_repeats(config)
         loader = GlobalHydra.instance().config_loader()
@@ -249,10 +242,11 @@ class SweepCallback(Callback):
             except (HydraException, OmegaConfBaseException) as error:
                 _usage(f"{where}{hydra_edge.explain(error)}")
             _refuse(checked, where)
-        _begin(Path(config.hydra.sweep.dir))
+        earlier = _begin(config)
         loader.load_sweep_config = composed.load_sweep_config
         _unfinished.append((Path(config.hydra.sweep.dir), config.decide))
-        print(f"sweep of {len(cells)} cells in {config.hydra.sweep.dir}", flush=True)
+        again = ", which goes on" if earlier else ""
+        print(f"sweep of {counted(len(cells), 'cell')} in {config.hydra.sweep.dir}{again}", flush=True)
 
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.mode is RunMode.MULTIRUN:
@@ -287,6 +281,13 @@ class ComposedCells:
         config: DictConfig = pickle.loads(self.cells[key])
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
+
+
+def _begin(config: DictConfig) -> bool:
+    try:
+        return begin(Path(config.hydra.sweep.dir), sys.argv[1:], config.sweep.resume)
+    except DistbenchError as error:
+        _usage(str(error))
 
 
 def _add_repeats(config: DictConfig) -> None:

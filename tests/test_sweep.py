@@ -18,7 +18,8 @@ from distbench import experiment, sweep
 from distbench.config import Config, Order, SizeWrap, SweepOptions, digest, effective, from_container
 from distbench.errors import ConfigError, ExitCode
 from distbench.runs.folder import RunFolder
-from distbench.sweep import SweepCallback, _claim, _refused, _typed_already, exit_code, read_duplicate
+from distbench.sweep import SweepCallback, _refused, _typed_already, exit_code, read_duplicate
+from distbench.sweep_folder import begin, claim
 from tests.composing import compose_tree
 from tests.configs import small
 from tests.runs.records import candidate
@@ -31,18 +32,18 @@ def no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_first_cell_claims_an_experiment(tmp_path: Path) -> None:
     ddp, same, fsdp = small("ddp"), small("ddp", wrap=SizeWrap()), small("fsdp")
-    assert _claim(tmp_path, ddp, tmp_path / "000") is None
-    assert _claim(tmp_path, same, tmp_path / "001") == "000"
-    assert _claim(tmp_path, fsdp, tmp_path / "002") is None
-    assert _claim(tmp_path, same, tmp_path / "003") == "000"
+    assert claim(tmp_path, ddp, tmp_path / "000") is None
+    assert claim(tmp_path, same, tmp_path / "001") == "000"
+    assert claim(tmp_path, fsdp, tmp_path / "002") is None
+    assert claim(tmp_path, same, tmp_path / "003") == "000"
 
 
 def test_a_repeat_is_no_duplicate_but_a_cell_of_the_same_repeat_is(tmp_path: Path) -> None:
     first, second = (small("ddp", sweep=SweepOptions(repeats=2, repeat=number)) for number in (1, 2))
     assert digest(effective(first)) == digest(effective(second))
-    assert _claim(tmp_path, first, tmp_path / "000") is None
-    assert _claim(tmp_path, second, tmp_path / "001") is None
-    assert _claim(tmp_path, second, tmp_path / "002") == "001"
+    assert claim(tmp_path, first, tmp_path / "000") is None
+    assert claim(tmp_path, second, tmp_path / "001") is None
+    assert claim(tmp_path, second, tmp_path / "002") == "001"
 
 
 @pytest.mark.parametrize(
@@ -88,17 +89,15 @@ def test_a_decision_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.C
     assert "no decision for" in capsys.readouterr().err and exit_code() == ExitCode.USAGE
 
 
-def test_a_folder_holds_one_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sweep._begin(tmp_path / "mine")
-    with pytest.raises(SystemExit) as refused:
-        sweep._begin(tmp_path / "mine")
-    assert refused.value.code == ExitCode.USAGE
-    said = f"distbench: {tmp_path / 'mine'} already holds a sweep; choose another hydra.sweep.dir\n"
-    assert capsys.readouterr().err == said
+def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
+    begin(tmp_path / "mine", ["-m"], resume=False)
+    with pytest.raises(
+        ConfigError, match="mine already holds a sweep; choose another hydra.sweep.dir, or go on with it"
+    ):
+        begin(tmp_path / "mine", ["-m"], resume=False)
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit) as refused:
-        sweep._begin(tmp_path / "file" / "below")
-    assert refused.value.code == ExitCode.USAGE and "set output_dir=..." in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"set output_dir=\.\.\."):
+        begin(tmp_path / "file" / "below", ["-m"], resume=False)
 
 
 @pytest.mark.parametrize(("mode", "kept"), [(RunMode.MULTIRUN, False), (RunMode.RUN, True)])
@@ -111,7 +110,7 @@ def test_a_sweep_does_not_keep_the_configs_of_its_cells(mode: RunMode, kept: boo
 
 def test_cells_that_start_at_once_claim_it_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        twins = list(pool.map(lambda number: _claim(tmp_path, small("ddp"), tmp_path / f"{number:03d}"), range(32)))
+        twins = list(pool.map(lambda number: claim(tmp_path, small("ddp"), tmp_path / f"{number:03d}"), range(32)))
     assert twins.count(None) == 1
 
 

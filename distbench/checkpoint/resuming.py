@@ -98,6 +98,15 @@ def restarted(config: Config, folder: RunFolder, reason: str) -> Config:
     return replace(config, resume=str(folder.path) if found else None)
 
 
+def start_over(folder: RunFolder) -> None:
+    """Make the folder of a run that ended before its first checkpoint ready for it to begin again. Raises OutputError where
+    it still runs."""
+    _hold(folder)
+    put_aside(folder)
+    _forget_after(folder, 0)
+    shutil.rmtree(folder.tensorboard, ignore_errors=True)
+
+
 _held: dict[Path, TextIO] = {}
 """Locks of the folders that this process goes on in: at most one, for as long as it lives."""
 
