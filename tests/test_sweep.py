@@ -91,9 +91,7 @@ def test_a_decision_that_cannot_be_made_is_said(tmp_path: Path, capsys: pytest.C
 
 def test_a_folder_holds_one_sweep(tmp_path: Path) -> None:
     begin(tmp_path / "mine", ["-m"], resume=False)
-    with pytest.raises(
-        ConfigError, match="mine already holds a sweep; choose another hydra.sweep.dir, or go on with it"
-    ):
+    with pytest.raises(ConfigError, match=r"mine already holds a sweep; .*, or go on with it"):
         begin(tmp_path / "mine", ["-m"], resume=False)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"set output_dir=\.\.\."):
