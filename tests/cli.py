@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from distbench.runs.folder import find_runs, read_record
+from tests.warm import WarmProcess
 
 REPOSITORY = Path(__file__).parents[1]
 TIMEOUT_S = 240.0
@@ -69,6 +70,8 @@ class Finished:
 class Command:
     """A command in a session of its own, so that whatever it started can be found, and ended."""
 
+    process: subprocess.Popen[str] | WarmProcess
+
     def __init__(self, *words: str, cwd: Path, env: dict[str, str] | None = None) -> None:
         self.cwd = cwd
         self.process = subprocess.Popen(
@@ -115,17 +118,30 @@ class Command:
         return found
 
 
+class WarmCommand(Command):
+    """`python -m distbench ...`, the same in all but how its process starts (tests/warm.py)."""
+
+    def __init__(self, *words: str, cwd: Path) -> None:
+        self.cwd = cwd
+        self.process = WarmProcess(words, cwd, environment())
+
+
 def environment() -> dict[str, str]:
     """This process's, with the checkout importable from anywhere, for `tests.models_for_tests`."""
     return {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200"}
 
 
-def distbench(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Finished:
-    """`python -m distbench ...` in `cwd`, to its end."""
-    return start(*words, cwd=cwd, env=env).finish()
+def distbench(*words: str, cwd: Path) -> Finished:
+    """`python -m distbench ...` in `cwd`, to its end, without waiting for its imports."""
+    return start_warm(*words, cwd=cwd).finish()
+
+
+def start_warm(*words: str, cwd: Path) -> Command:
+    return WarmCommand(*words, cwd=cwd)
 
 
 def start(*words: str, cwd: Path, env: dict[str, str] | None = None) -> Command:
+    """`python -m distbench ...` in `cwd`, as a process from its first instruction."""
     return Command(sys.executable, "-m", "distbench", *words, cwd=cwd, env=env)
 
 

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -27,11 +28,25 @@ T = TypeVar("T")
 TIMEOUT_S = 180.0
 """For one call: long enough for a crowded machine, short enough to tell a deadlock from it."""
 
-PRELOAD = ["distbench.launching.preload", "pytest", "tests.distributed"]
+PRELOAD = [
+    *("distbench.launching.local", "distbench.preflight", "distbench.report.console", "distbench.resume"),
+    *("distbench.runs.rank", "distbench.sweep", "hydra.main", "torch.distributed.launcher.api"),
+    *("pytest", "tests.distributed", "tests.warm", "distbench.launching.preload"),
+]
+"""What ranks would import, and the commands of tests/warm.py; last what freezes it all."""
 
 
 class RankFailed(AssertionError):
     """A rank raised (the message is its traceback), died, or did not come back in time."""
+
+
+def forkserver() -> ForkServerContext:
+    """Where processes are forked from one that has imported what they need."""
+    for variable, value in (("TORCH_CPP_LOG_LEVEL", "ERROR"), ("KINETO_LOG_LEVEL", "5")):
+        os.environ.setdefault(variable, value)  # as distbench's own has them (launching/local.py)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
 
 
 def run_distributed(
@@ -46,8 +61,7 @@ def run_distributed(
     `func` must be importable by name, and its arguments and results picklable; tensors are copied. Raises RankFailed
     for the first rank that fails; no rank outlives the call.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forkserver()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[tuple[BaseProcess, Connection]] = []
     try:

@@ -140,7 +140,7 @@ def test_refusals_are_one_message_and_leave_nothing(words: list[str], message: s
 
 
 def test_what_only_the_model_tells_is_refused_as_well(tmp_path: Path) -> None:
-    refused = distbench(*target("Nope"), cwd=tmp_path)
+    refused = start(*target("Nope"), cwd=tmp_path).finish()
     assert refused.code == USAGE, refused.said
     assert "tests.models_for_tests has no 'Nope'; it has Block, Plain" in refused.err
     assert "Traceback" not in refused.said and refused.left == []
@@ -289,7 +289,7 @@ FAILING = {
 def failing(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     """A sweep over models of which all but the last fail on two ranks."""
     names = ",".join(f"tests.models_for_tests.{name}" for name in FAILING)
-    return distbench("-m", *CUSTOM, f"model._target_={names}", cwd=tmp_path_factory.mktemp("failing"))
+    return start("-m", *CUSTOM, f"model._target_={names}", cwd=tmp_path_factory.mktemp("failing")).finish()
 
 
 def run_of(sweep: Finished, name: str) -> Path:

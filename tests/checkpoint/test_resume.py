@@ -18,7 +18,7 @@ from distbench.checkpoint.keeping import Keeper
 from distbench.checkpoint.manifest import complete
 from distbench.config import Checkpoint
 from distbench.runs.folder import RunFolder, read_record
-from tests.cli import SMALL, distbench, start
+from tests.cli import SMALL, distbench, start_warm
 from tests.configs import small
 from tests.steps import ONE_PROCESS
 
@@ -58,7 +58,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(straight: Path, half:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 1.0, "grad_norm": 1.0}\n{"step": 6, "lo')  # it went on, and died
     _elsewhere(run)
-    both = [start("resume=run", "steps=8", cwd=tmp_path) for _ in range(2)]
+    both = [start_warm("resume=run", "steps=8", cwd=tmp_path) for _ in range(2)]
     ended, refused = sorted((command.finish() for command in both), key=lambda finished: finished.code)
     assert ended.code == OK, ended.said
     assert refused.code == USAGE and ("is being written by" in refused.err or "is at step 8" in refused.err), (
@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_named(half: Path, tmp_path: Path) -> None:
 def test_an_interrupted_run_says_how_to_go_on_and_does(straight: Path, tmp_path: Path) -> None:
     """And while it runs nobody else goes on in its folder."""
     long = [*RUN, "steps=100000", "hydra.run.dir=run", "logging.progress=false"]
-    command = start(*long, cwd=tmp_path)
+    command = start_warm(*long, cwd=tmp_path)
     run, until = tmp_path / "run", time.monotonic() + 120
     while not complete(run / "checkpoints") and time.monotonic() < until:
         time.sleep(0.05)

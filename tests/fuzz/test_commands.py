@@ -16,7 +16,7 @@ from markdown import markdown
 
 from distbench.report.decision import to_markdown
 from distbench.runs.rank import rank
-from tests.cli import Command, distbench
+from tests.cli import Command, distbench, start
 from tests.fuzz.harness import fuzz
 from tests.fuzz.mutations import CONTROL, MARKUP
 from tests.fuzz.pages import Page, check_console, check_page
@@ -290,7 +290,7 @@ def test_the_command_line_itself(real: Path, tmp_path: Path) -> None:
         (["import", "runs/001_b/record.json", "--out", "out"], 2),
         (["resume=runs/001_b"], 2),
     ):
-        done = distbench(*words, cwd=tmp_path)
+        done = start(*words, cwd=tmp_path).finish()
         check_console(done.said)
         assert done.code == code and (code != 2 or done.err.count("\n") == 1), done.said
 
@@ -299,7 +299,7 @@ def test_the_command_line_itself(real: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sign", ["=", " "])
 def test_hydra_unpickles_nothing(flag: str, sign: str, tmp_path: Path) -> None:
     (tmp_path / "config.pickle").write_bytes(b"cos\nsystem\n(S'touch executed'\ntR.")
-    done = distbench(*f"{flag}{sign}config.pickle".split(), cwd=tmp_path)
+    done = start(*f"{flag}{sign}config.pickle".split(), cwd=tmp_path).finish()
     assert done.code == 2 and "would unpickle a file" in done.err and not (tmp_path / "executed").exists()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli import SMALL, Finished, distbench
+from tests.cli import SMALL, Finished, distbench, start
 
 FIGURES = ("overhead", "step_time", "tokens_per_second", "data_wait", "comm_busy", "exposed_comm", "overlap")
 
@@ -27,7 +27,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Finished:
         "steps=16",
         "window.trace=true",
     ]
-    ended = distbench(*words, cwd=tmp_path_factory.mktemp("windows"))
+    ended = start(*words, cwd=tmp_path_factory.mktemp("windows")).finish()
     assert ended.code == 0, ended.said
     return ended
 

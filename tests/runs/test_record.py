@@ -20,7 +20,7 @@ from distbench.config import digest, effective, from_container, not_applicable, 
 from distbench.models.build import build_model, weights_digest
 from distbench.models.simple import parameter_count
 from distbench.runs.folder import read_record
-from tests.cli import SMALL, Finished, distbench
+from tests.cli import SMALL, Finished, start
 from tests.steps import gamma
 
 STRATEGIES = ["single", "ddp", "fsdp", "fsdp2"]
@@ -34,7 +34,7 @@ STEPS, LAYERS, HIDDEN = 3, 2, 6
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     words = [f"strategy={','.join(STRATEGIES)}", f"precision={','.join(PRECISIONS)}", *SMALL, f"steps={STEPS}"]
     own = ["seed.model=3", "seed.data=4", "accumulation=2", "name=mine", "clip_norm=null", "optimizer=sgd"]
-    ended = distbench("-m", *words, *own, cwd=tmp_path_factory.mktemp("sweep"))
+    ended = start("-m", *words, *own, cwd=tmp_path_factory.mktemp("sweep")).finish()
     assert ended.code == 0, ended.said
     return ended
 
