@@ -142,7 +142,7 @@ def _run(argv: list[str]) -> int:
 
     if joined_world() is None:
         signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing started outlives this process
-        return _compose_and_run(argv)
+        return ExitCode.OK if _followed() else _compose_and_run(argv)
     from distbench.launching import joined
 
     if os.environ["RANK"] != "0":
@@ -156,6 +156,19 @@ def _run(argv: list[str]) -> int:
     finally:
         joined.release(code)
     return code
+
+
+def _followed() -> bool:
+    """Be another node than the first of several, to its end; False on the first one, and on one machine."""
+    if not {"DISTBENCH_NODE", "SLURM_STEP_ID"} & os.environ.keys():
+        return False
+    from distbench.launching import nodes
+
+    node = nodes.told()
+    if node is None or node.leads:
+        return False
+    nodes.follow(node)
+    return True
 
 
 def _interrupt(number: int, frame: object) -> None:

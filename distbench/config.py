@@ -376,7 +376,10 @@ class LocalLaunch:
     """This command starts its own ranks."""
 
     name: str = "local"
+    nodes: int = 1
+    """Machines; of more than one, each runs this command (docs/cluster.md)."""
     nproc: Union[int, str] = AUTO  # noqa: UP007
+    """Ranks of each machine."""
     master_addr: str = "127.0.0.1"
     master_port: Union[int, str] = AUTO  # noqa: UP007
     threads_per_rank: Union[int, str] = AUTO  # noqa: UP007
@@ -614,12 +617,12 @@ def world_size(config: Config) -> int:
     joined = joined_world()
     if joined is not None:
         return joined
-    nproc = getattr(config.launch, "nproc", AUTO)
+    nodes, nproc = getattr(config.launch, "nodes", 1), getattr(config.launch, "nproc", AUTO)
     if nproc != AUTO:
-        return int(nproc)
+        return nodes * int(nproc)
     if config.strategy.name == "single":
-        return 1
-    return num_cuda_devices() if resolve_device(config) == "cuda" else 2
+        return nodes
+    return nodes * (num_cuda_devices() if resolve_device(config) == "cuda" else 2)
 
 
 def threads_per_rank(config: Config, local_world_size: int) -> int:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from distbench.launching.local import RanksFailed
+    from distbench.launching.nodes import Leader
     from distbench.launching.worker import RankProcess
     from distbench.launching.world import World
     from distbench.numerics.cache import BaselineEntry
@@ -53,6 +54,16 @@ class Outcome:
 
 def run(config: Config, folder: RunFolder) -> Outcome:
     """Run one validated config in a fresh folder: baseline, ranks, and what became of it."""
+    from distbench.launching.nodes import Leader, here
+
+    leader = Leader(here(config))
+    try:
+        return _run(config, folder, leader)
+    finally:
+        leader.end()
+
+
+def _run(config: Config, folder: RunFolder, leader: Leader) -> Outcome:
     from distbench.checkpoint.manifest import step_of
     from distbench.checkpoint.resuming import resumed_sections
     from distbench.launching import joined, local
@@ -84,7 +95,7 @@ def run(config: Config, folder: RunFolder) -> Outcome:
         if joined_world() is not None:
             joined.lead(config, folder, ready_baseline(config, model, folder))
         else:
-            start_ranks(config, model, folder)
+            start_ranks(config, model, folder, leader)
     except local.RanksFailed as failed:
         return report_failure(folder, failed)
     except (local.Interrupted, KeyboardInterrupt):
@@ -134,24 +145,25 @@ def ready_baseline(config: Config, model: nn.Module | None, folder: RunFolder) -
 
     if not config.gate.enabled or config.resume is not None:
         return None  # a run that is resumed has passed its gate
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if joined_world() is not None else world_size(config)
+    nodes = getattr(config.launch, "nodes", 1)
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if joined_world() is not None else world_size(config) // nodes
     entry = ensure_baseline(config, model, folder, local_size)
     print(f"    baseline {Path(entry.path).name} {'reused' if entry.reused else 'computed'}", flush=True)
     return entry
 
 
-def start_ranks(config: Config, model: nn.Module | None, folder: RunFolder) -> None:
-    """Run this machine's ranks to their end, again after a stale baseline, and as often as `launch.max_restarts` says.
-    Raises as `local.start_ranks` does."""
+def start_ranks(config: Config, model: nn.Module | None, folder: RunFolder, leader: Leader) -> None:
+    """Run the ranks to their end, again after a stale baseline, and as often as `launch.max_restarts` says. Raises as
+    `nodes.start_ranks` does."""
     from distbench.checkpoint.resuming import restarted
     from distbench.checkpoint.saving import remove_unfinished
-    from distbench.launching import local
+    from distbench.launching import local, nodes
 
     restarts, stale = 0, False
     while True:
         baseline = ready_baseline(config, model, folder)
         try:
-            return local.start_ranks(config, folder, baseline)
+            return nodes.start_ranks(config, folder, baseline, leader)
         except local.RanksFailed as failed:
             remove_unfinished(folder.checkpoints)  # where that filled the disk there was no room to say so
             if not stale and discard_stale(folder, baseline):
@@ -185,10 +197,8 @@ def explain_failure(folder: RunFolder, failed: RanksFailed) -> dict[str, Any]:
     """What happened first, where, and whom it took with it."""
     from distbench.launching.failure import root_failure
 
-    watch, num_ranks = failed.watch, read_record(folder.path)["batch"]["world_size"]
-    if watch is None:
-        return root_failure(folder, failed.ranks, num_ranks)
-    return root_failure(folder, failed.ranks, num_ranks, watch.last_beats, watch.stall, failed.out_of_memory)
+    num_ranks = read_record(folder.path)["batch"]["world_size"]
+    return root_failure(folder, failed.ranks, num_ranks, failed.beats, failed.stall, failed.out_of_memory, failed.lost)
 
 
 def report_failure(folder: RunFolder, failed: RanksFailed) -> Outcome:

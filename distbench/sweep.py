@@ -75,11 +75,16 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
 
     Returns a small status object and never raises for a failed run, so that a sweep goes on with its next cell.
     """
+    from distbench.launching.nodes import follow, here
+
     hydra = HydraConfig.get()
     path = Path(hydra.runtime.output_dir)
     try:
         config = typed(cfg)
         validate(config)
+        if not (node := here(config)).leads:  # a task of a scheduler's job
+            follow(node)
+            return {"status": "followed"}
         if hydra.mode is RunMode.MULTIRUN and (twin := claim(Path(hydra.sweep.dir), config, path)):
             write_json(path / "duplicate_of.json", {"duplicate_of": twin})
             print(f"    the same effective experiment as {twin}: not run again", flush=True)

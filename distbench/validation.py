@@ -270,10 +270,12 @@ def _validate_world(config: Config) -> None:
             "launch=torchrun joins ranks that torchrun started, but RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
             "are not set; run `torchrun --nproc-per-node 2 -m distbench ...`, or use launch=local"
         )
+    nodes = getattr(config.launch, "nodes", 1)
+    _positive("launch.nodes", nodes)
     _positive("launch.nproc", size)
-    if device == "cuda" and joined is None and size > num_cuda_devices():
+    if device == "cuda" and joined is None and size // nodes > num_cuda_devices():
         raise ConfigError(
-            f"launch.nproc={size} but {num_cuda_devices()} CUDA devices are visible, one per rank; set "
+            f"launch.nproc={size // nodes} but {num_cuda_devices()} CUDA devices are visible, one per rank; set "
             f"launch.nproc={num_cuda_devices()} or device=cpu"
         )
     for key in ("timeout_s", "stall_timeout_s", "grace_s"):

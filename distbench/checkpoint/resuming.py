@@ -20,7 +20,7 @@ from distbench.runs.folder import RunFolder, Status, now, read_record
 
 MAY_DIFFER = {
     *("steps", "checkpoint", "logging", "on_nonfinite", "decide", "name", "output_dir", "resume", "sweep"),
-    *(f"launch.{key}" for key in ("name", "nproc", *OUTSIDE)),
+    *(f"launch.{key}" for key in ("name", "nodes", "nproc", *OUTSIDE)),
 }
 """Keys of a config that a resumed run may set anew, and `window` until it is measured. Every other would make it another
 experiment, or the record would say that it was measured otherwise than it was. Ranks are counted elsewhere."""

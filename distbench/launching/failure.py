@@ -8,7 +8,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -54,14 +54,15 @@ def root_failure(
     beats: Mapping[int, Beat] | None = None,
     stall: Stall | None = None,
     out_of_memory: bool = False,
+    lost: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The failure that the others follow from, where it was, and whom it took with it.
 
     `ranks`: (rank, exit code) as far as the agent saw them, -1 for the baseline. `beats`: where each rank was.
-    `out_of_memory`: whether the kernel has killed for want of memory meanwhile.
+    `out_of_memory`: whether the kernel has killed for want of memory meanwhile. `lost`: nodes that do not answer any more.
     """
     beats = beats or {}
-    failure = _hung(stall) if stall is not None else _cause(folder, ranks, num_ranks, out_of_memory)
+    failure = _hung(stall) if stall is not None else _cause(folder, ranks, num_ranks, out_of_memory, lost)
     beat = beats.get(failure["rank"]) if stall is None else stall.beat
     others = (set(beats) or {rank for rank, _ in ranks}) - {failure["rank"], -1}
     return {
@@ -92,7 +93,9 @@ def _without_traceback(rank: int, kind: str, message: str, status: Status) -> di
     }
 
 
-def _cause(folder: RunFolder, ranks: list[tuple[int, int]], num_ranks: int, out_of_memory: bool) -> dict[str, Any]:
+def _cause(
+    folder: RunFolder, ranks: list[tuple[int, int]], num_ranks: int, out_of_memory: bool, lost: Sequence[str]
+) -> dict[str, Any]:
     """The earliest failure that a rank wrote, unless it says only that a peer is gone while some rank wrote nothing. That
     one was killed: whoever raises writes first."""
     first, codes = first_failure(folder), dict(ranks)
@@ -106,6 +109,8 @@ def _cause(folder: RunFolder, ranks: list[tuple[int, int]], num_ranks: int, out_
     code, words = codes.get(silent[0]), _last_words(folder, silent[0])
     fatal = next((line for line in words if line.startswith(FATAL)), None) if code is None else None
     ending = fatal or _ending(code, out_of_memory)
+    if lost:
+        ending = f"{', '.join(lost)} does not answer any more"
     message = f"{'one of ' * (len(names) > 1)}{', '.join(names)} died without an error: {ending}"
     status = Status.oom if out_of_memory and code in (None, -signal.SIGKILL) else Status.crashed
     return _without_traceback(silent[0], "RankDied", message, status) | {"lines": words}

@@ -10,21 +10,23 @@ from __future__ import annotations
 import logging
 import multiprocessing.forkserver
 import os
-import secrets
 import shutil
 import signal
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from distbench.config import AUTO, Config, world_size
 from distbench.errors import ConfigError
-from distbench.launching.heartbeat import ranks_folder
-from distbench.launching.watch import Limits, Watch, keep_evidence, stall_limit
+from distbench.launching.watch import Limits, Watch, stall_limit
 from distbench.runs.folder import RunFolder
 
 if TYPE_CHECKING:
+    from distbench.launching.heartbeat import Beat
+    from distbench.launching.nodes import Meeting
+    from distbench.launching.stalls import Stall
     from distbench.numerics.cache import BaselineEntry
 
 
@@ -34,10 +36,14 @@ class RanksFailed(Exception):
 
     ranks: list[tuple[int, int]]
     """(rank, exit code; negative for a signal) as the agent saw them."""
-    watch: Watch | None = None
-    """What was seen of them from outside."""
+    beats: Mapping[int, Beat] = field(default_factory=dict)
+    """Where each was."""
+    stall: Stall | None = None
+    """Why they were ended, where none had ended by itself."""
     out_of_memory: bool = False
     """Whether the kernel has killed processes for want of memory meanwhile."""
+    lost: list[str] = field(default_factory=list)
+    """Nodes that do not answer any more."""
 
 
 class Interrupted(Exception):
@@ -109,9 +115,8 @@ def _silence(*names: str) -> None:
             logger.addHandler(logging.NullHandler())
 
 
-def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None) -> None:
-    """Start the config's ranks and wait for them. Raises RanksFailed or Interrupted; no rank outlives this call."""
-    from torch.distributed import TCPStore
+def run_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None, meeting: Meeting) -> None:
+    """Start this machine's ranks and wait for them. Raises RanksFailed or Interrupted; none of them outlives this call."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -120,30 +125,20 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
     from distbench.launching.worker import run_rank_process
 
     _silence("torch.distributed.elastic", "torch.multiprocessing")
-    address = config.launch.master_addr
-    port = 0 if config.launch.master_port == AUTO else config.launch.master_port
-    # The agent's own store shares this one's server, so a free port stays taken from the moment it is chosen. The
-    # socket is ours: with port 0, torch 2.13 forgets a server whose port an earlier run of this process had.
-    listener = socket.create_server((address, port))
-    store = TCPStore(
-        address,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener.detach(),
-    )
-    agent_logs = folder.logs / ".agent"
+    node, store = meeting.node, meeting.store
+    num_ranks = world_size(config) // node.count
+    agent_logs = folder.logs / f".agent{node.rank}"
     launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size(config),
-        run_id=secrets.token_hex(8),
-        # Not "c10d": it walks the interpreter's stack, sources included, at each of its steps; 0.4 s a run.
+        min_nodes=node.count,
+        max_nodes=node.count,
+        nproc_per_node=num_ranks,
+        run_id=meeting.run_id,
+        # Not "c10d": it walks the interpreter's stack, sources included, at each of its steps; 0.4 s a run. And it does not
+        # keep the order of the nodes.
         rdzv_backend="static",
-        rdzv_endpoint=f"{address}:{store.port}",
-        rdzv_configs={"rank": 0},
-        local_addr=address,
+        rdzv_endpoint=f"{node.address}:{store.port}",  # the agent's own store shares this one's server
+        rdzv_configs={"rank": node.rank},
+        local_addr=node.address if node.leads else None,
         max_restarts=0,
         monitor_interval=0.05,
         start_method="forkserver",
@@ -152,9 +147,9 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
     )
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
 
-    keep_evidence(folder)  # of an attempt before
-    ranks_folder(folder).mkdir(parents=True)
-    watch = Watch(folder, range(world_size(config)), Limits(stall_limit(config), config.launch.grace_s))
+    ranks = range(node.rank * num_ranks, (node.rank + 1) * num_ranks)
+    limits = Limits(stall_limit(config), config.launch.grace_s)
+    watch = Watch(folder, ranks, limits, others_failed=meeting.failed if node.count > 1 else None)
     asked = False
 
     def stop(number: int, frame: object) -> None:
@@ -173,16 +168,18 @@ def start_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | Non
         with watch:
             elastic_launch(launch, run_rank_process)(config, str(folder.path), baseline)
     except ChildFailedError as error:
+        meeting.fail()
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()} | watch.exit_codes()
         raise RanksFailed(
             [(rank, code) for rank, code in sorted(codes.items()) if code != 0],
-            watch,
+            watch.last_beats,
+            watch.stall,
             out_of_memory_kills() > killed_before,
         ) from None
     except (SignalException, KeyboardInterrupt) as error:
+        meeting.fail()
         raise Interrupted(str(error)) from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        keep_evidence(folder)
         shutil.rmtree(agent_logs, ignore_errors=True)

@@ -43,16 +43,21 @@ class Limits:
 
 
 class Watch:
-    """A thread beside whatever waits for the ranks. `ranks`: this host's."""
+    """A thread beside whatever waits for the ranks. `ranks`: this host's; `others_failed`: whether another's have ended."""
 
     def __init__(
-        self, folder: RunFolder, ranks: Sequence[int], limits: Limits, on_stall: Callable[[Stall], None] | None = None
+        self,
+        folder: RunFolder,
+        ranks: Sequence[int],
+        limits: Limits,
+        on_stall: Callable[[Stall], None] | None = None,
+        others_failed: Callable[[], bool] | None = None,
     ) -> None:
         self.folder, self.ranks, self.limits = folder, ranks, limits
         self.stall: Stall | None = None
         self.last_beats: dict[int, Beat] = {}
         self._children: dict[int | None, BaseProcess] = {}
-        self._on_stall = on_stall
+        self._on_stall, self._others_failed = on_stall, others_failed
         self._moved: dict[int, tuple[int, float]] = {}
         """Rank -> (beats, when they last grew)."""
         self._died: float | None = None
@@ -99,7 +104,7 @@ class Watch:
                     self._moved[rank] = beat.beats, now
             states = {rank: process_state(beat.pid) for rank, beat in found.items() if beat.phase != DONE}
             alive = {rank: state for rank, state in states.items() if not is_gone(state)}
-            if len(alive) < len(states):
+            if len(alive) < len(states) or (self._others_failed is not None and self._others_failed()):
                 self._died = self._died or now
                 if now - self._died > self.limits.grace:
                     self._end(found, alive)

@@ -18,6 +18,7 @@ from distbench.config import Config
 from distbench.experiment import run_rank
 from distbench.launching.failure import write_rank_failure
 from distbench.launching.heartbeat import DONE, Heartbeat, rank_files
+from distbench.launching.interfaces import interface_to
 from distbench.launching.signals import STOP, StopRequest, answer_dumps, end_with_parent
 from distbench.numerics.cache import BaselineEntry
 from distbench.runs.folder import RunFolder
@@ -35,6 +36,9 @@ def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) 
         # Stay on loopback, where Gloo would resolve the host's name and NCCL would take a network card.
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(variable, "lo")
+    elif interface := interface_to(os.environ["MASTER_ADDR"]):
+        # Gloo takes the one that the host's name resolves to, which is 127.0.1.1 on many. NCCL looks for fast ones itself.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     folder = RunFolder(Path(path))
     rank = int(os.environ["RANK"])
     process = RankProcess.begin(folder, rank, STOP)
