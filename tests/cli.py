@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,13 +92,17 @@ class Command:
     def finish(self) -> Finished:
         """Wait for the end, and for the end of everything it started."""
         try:
-            out, err = self.process.communicate(timeout=TIMEOUT_S)
+            out, err = self._communicate()
             self.wait_for_orphans()
         finally:
             for process in self.alive():
                 process.kill()
             self.process.wait()
         return Finished(self.process.returncode, out, err, self.cwd)
+
+    def _communicate(self) -> tuple[str, str]:
+        assert isinstance(self.process, subprocess.Popen)
+        return self.process.communicate(timeout=TIMEOUT_S)
 
     def wait_for_orphans(self, patience_s: float = 20.0) -> None:
         """The forkserver notices its parent's end by itself, which takes it a moment."""
@@ -121,9 +126,17 @@ class Command:
 class WarmCommand(Command):
     """`python -m distbench ...`, the same in all but how its process starts (tests/warm.py)."""
 
+    process: WarmProcess
+
     def __init__(self, *words: str, cwd: Path) -> None:
         self.cwd = cwd
-        self.process = WarmProcess(words, cwd, environment())
+        self._said = [tempfile.NamedTemporaryFile() for _ in range(2)]  # noqa: SIM115
+        self.process = WarmProcess(words, environment(), cwd, *(Path(file.name) for file in self._said))
+
+    def _communicate(self) -> tuple[str, str]:
+        self.process.wait(TIMEOUT_S)
+        out, err = (Path(file.name).read_text() for file in self._said)
+        return out, err
 
 
 def environment() -> dict[str, str]:

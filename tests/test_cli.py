@@ -27,6 +27,7 @@ from tests.cli import (
     distbench,
     environment,
     start,
+    start_warm,
     target,
     torchrun,
 )
@@ -205,7 +206,7 @@ def test_flags_may_stand_anywhere(words: list[str], sorted_words: list[str]) -> 
 def test_two_sweeps_at_once(tmp_path: Path) -> None:
     """Started in the same second, in one folder: no run takes another's folder, port or cell."""
     words = ["-m", "strategy=single,ddp", *SMALL]
-    ended = [command.finish() for command in [start(*words, cwd=tmp_path), start(*words, cwd=tmp_path)]]
+    ended = [command.finish() for command in [start_warm(*words, cwd=tmp_path), start_warm(*words, cwd=tmp_path)]]
     assert [one.code for one in ended] == [OK, OK], [one.said for one in ended]
     assert all("2 of 2 runs passed" in one.out for one in ended)
     runs = ended[0].runs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,14 @@ from distbench.drills.base import Case, Promises, Skipped, Try, rows
 from distbench.drills.catalogue import DRILLS
 from distbench.drills.site import Site
 from distbench.errors import CheckpointError, ExitCode
+from tests.warm import SUBPROCESS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distbench.drills.command.subprocess", SUBPROCESS)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,14 @@ import os
 import random
 import runpy
 import signal
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
 
 FORKSERVER = "from multiprocessing.forkserver import main"
 """How the command with which multiprocessing starts a forkserver begins."""
@@ -30,42 +33,43 @@ _spawn = multiprocessing.util.spawnv_passfds
 
 
 class WarmProcess:
-    """As far as tests go, a `subprocess.Popen` of the command. Its output is in `out` and `err` once it has ended."""
+    """As far as tests and drills go, a `subprocess.Popen` of the command in a session of its own."""
 
-    def __init__(self, words: Sequence[str], cwd: Path, env: dict[str, str]) -> None:
+    def __init__(self, words: Sequence[str], env: Mapping[str, str], cwd: Path, out: Path, err: Path) -> None:
+        """`out`, `err`: files to which it appends what it says."""
         from tests.distributed import forkserver
 
-        self._output = [tempfile.NamedTemporaryFile() for _ in range(2)]  # noqa: SIM115
-        names = [file.name for file in self._output]
-        self._process = forkserver().Process(target=_command, args=(list(words), str(cwd), env, *names))
+        places = [str(place) for place in (cwd, out, err)]
+        self._process = forkserver().Process(target=_command, args=(list(words), dict(env), *places))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
-    def poll(self) -> int | None:
+    @property
+    def returncode(self) -> int | None:
         return self._process.exitcode
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        """Wait for its end; what it said. Raises TimeoutError."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise TimeoutError(f"it has not ended after {timeout:.0f} s")
-        out, err = (Path(file.name).read_text() for file in self._output)
-        return out, err
-
-    def wait(self) -> int:
-        self._process.join()
-        for file in self._output:
-            file.close()
+    def poll(self) -> int | None:
         return self.returncode
 
-    @property
-    def returncode(self) -> int:
-        assert self._process.exitcode is not None
-        return self._process.exitcode
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("distbench", timeout or 0.0)
+        return self.returncode
 
 
-def _command(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
+def _popen(words: Sequence[str], *, stdout: IO[bytes], env: Mapping[str, str], **same: Any) -> WarmProcess:
+    assert list(words[1:3]) == ["-m", "distbench"] and set(same) == {"stdin", "stderr", "start_new_session"}
+    return WarmProcess(words[3:], env, Path.cwd(), Path(stdout.name), Path(stdout.name))
+
+
+SUBPROCESS = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})
+"""For the commands of drills: they say everything to one file."""
+
+
+def _command(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
     """The process of the command: what an interpreter would have set up, then the command, then an interpreter's end."""
     os.setsid()
     for number, name in ((1, out), (2, err)):
@@ -76,6 +80,7 @@ def _command(words: list[str], cwd: str, env: dict[str, str], out: str, err: str
     os.environ.clear()
     os.environ.update(env)
     random.seed()
+    tempfile.tempdir = None  # it is the environment's
     sys.argv = ["distbench", *words]
     sys.path[:] = [cwd, *(place for place in sys.path if place != cwd)]
     multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
