@@ -372,6 +372,36 @@ class Fault:
 
 
 @dataclass
+class Slurm:
+    """What `hydra/launcher=distbench_slurm` asks Slurm for, for each run of a sweep; null: Slurm's own default."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    exclude: str | None = None
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    """Of the one task a node, which starts all of its ranks."""
+    mem_gb: int | None = None
+    """Of each node."""
+    exclusive: bool = False
+    time_min: int = 60
+    signal_s: int = 90
+    """So long before the time is up a run is asked for a checkpoint."""
+    requeues: int = 10
+    """How often a run whose time is up is queued again; one that is preempted always is."""
+    at_once: int = 256
+    """Runs that may be in the queue's hands at the same time."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of the job's script before anything else: module load, source, export."""
+    python: str | None = None
+    """Command that starts Python, for containers: `apptainer exec --nv image.sif python`; null: this Python."""
+    srun_args: list[str] = field(default_factory=list)
+    """For srun, such as `--container-image=...`."""
+
+
+@dataclass
 class LocalLaunch:
     """This command starts its own ranks."""
 
@@ -391,6 +421,7 @@ class LocalLaunch:
     """How long the other ranks have to end once one has."""
     max_restarts: int = 0
     """How often a run whose ranks died is started again, from its newest complete checkpoint."""
+    slurm: Slurm = field(default_factory=Slurm)
 
 
 @dataclass
@@ -651,7 +682,7 @@ def not_applicable(config: Config) -> dict[str, str]:
     return unused
 
 
-OUTSIDE = ("master_addr", "master_port", "timeout_s", "stall_timeout_s", "grace_s", "max_restarts")
+OUTSIDE = ("master_addr", "master_port", "timeout_s", "stall_timeout_s", "grace_s", "max_restarts", "slurm")
 """Of `launch`: what changes nothing of what is computed."""
 
 

@@ -49,13 +49,23 @@ def label(*parts: Any) -> str:
     return _slug("_".join(str(part) for part in parts if part is not None))
 
 
-swept: set[str] = set()
-"""Keys that the running sweep varies; a cell is named by them alone. Filled in when a sweep starts."""
+def pin(config: Any, fixed: list[str]) -> None:
+    """Give every cell of a sweep the same folder, named by what the sweep varies: whoever composes it, and in whichever
+    process, where `stamp` would be another one. `config`: the sweep's, composed; `fixed`: the keys that it does not vary."""
+    from omegaconf import flag_override
+
+    folder = str(Path(config.hydra.sweep.dir)).replace("\\", "\\\\").replace("'", "\\'")
+    keys = ",".join(f"'{key}'" for key in fixed)
+    with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
+        config.hydra.overrides.hydra += [
+            f"hydra.sweep.dir='{folder}'",
+            f"hydra.job.config.override_dirname.exclude_keys=[{keys}]",
+        ]
 
 
 def cell(num: int, overrides: str, *fallback: Any) -> str:
     """Folder name of one cell of a sweep: its number, then what distinguishes it, which repeat it is last."""
-    words = [word for word in overrides.split(",") if word and word.split("=")[0] in (swept or [word.split("=")[0]])]
+    words = [word for word in overrides.split(",") if word]
     repeat = [word.removeprefix("sweep.") for word in words if word.startswith(REPEAT)]
     words = [word for word in words if not word.startswith(REPEAT)] + repeat
     return f"{int(num):03d}_{_slug(','.join(words)) or label(*fallback)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import pickle
 import sys
 import traceback
@@ -38,6 +39,8 @@ _unfinished: list[tuple[Path, DictConfig]] = []
 """The sweep that is under way in this process, if one is."""
 
 Split = Callable[[list[Override], int | None], list[list[list[str]]]]
+BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+SLURM_LAUNCHER = "hydra_plugins.distbench.SlurmLauncher"
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 
 
@@ -107,7 +110,7 @@ def run_cell(cfg: DictConfig) -> dict[str, Any]:
         _exit_codes.append(ExitCode.CRASHED)
         return {"status": Status.crashed.value, "reason": f"{type(error).__name__}: {error}"}
     _exit_codes.append(outcome.exit_code)
-    if outcome.status is Status.interrupted:
+    if outcome.status is Status.interrupted and "SUBMITIT_EXECUTOR" not in os.environ:
         raise KeyboardInterrupt  # the user stopped the sweep, not this cell
     return {"status": outcome.status.value, "folder": str(path)}
 
@@ -120,7 +123,8 @@ def _as_it_was_left(config: Config, path: Path) -> tuple[Config, RunFolder, expe
     from distbench.checkpoint.manifest import complete
     from distbench.checkpoint.resuming import start_over
 
-    if not (config.sweep.resume and (path / "record.json").exists()):
+    resume = config.sweep.resume or os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    if not (resume and (path / "record.json").exists()):
         return config, RunFolder.create(path), None
     record, folder = read_record(path), RunFolder.reopen(path)
     if record.get("effective") != digest(effective(config)):
@@ -220,6 +224,8 @@ class SweepCallback(Callback):
         from hydra.core.global_hydra import GlobalHydra
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
+        if config.hydra.launcher._target_ == SLURM_LAUNCHER:
+            _register_slurm()
         if joined_world() is not None:
             _usage(
                 "torchrun starts the ranks of one run, and a sweep starts its own for every cell; "
@@ -234,7 +240,7 @@ class SweepCallback(Callback):
         loader = GlobalHydra.instance().config_loader()
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         overrides = OverridesParser.create(loader).parse_overrides([*params, *config.hydra.overrides.task])
-        hydra_edge.swept.update(o.get_key_element() for o in overrides if o.is_sweep_override())
+        hydra_edge.pin(config, [o.key_or_group for o in overrides if not o.is_sweep_override()])
         # Hydra runs cells in the order in which this makes them.
         split = partial(_split, _split_by_hydra(BasicSweeper))
         BasicSweeper.split_arguments = staticmethod(split)
@@ -248,7 +254,8 @@ class SweepCallback(Callback):
                 _usage(f"{where}{hydra_edge.explain(error)}")
             _refuse(checked, where)
         earlier = _begin(config)
-        loader.load_sweep_config = composed.load_sweep_config
+        if config.hydra.launcher._target_ == BASIC_LAUNCHER:
+            loader.load_sweep_config = composed.load_sweep_config
         _unfinished.append((Path(config.hydra.sweep.dir), config.decide))
         again = ", which goes on" if earlier else ""
         print(f"sweep of {counted(len(cells), 'cell')} in {config.hydra.sweep.dir}{again}", flush=True)
@@ -286,6 +293,14 @@ class ComposedCells:
         config: DictConfig = pickle.loads(self.cells[key])
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
+
+
+def _register_slurm() -> None:
+    try:
+        from distbench.launching.slurm import register
+    except ImportError as error:
+        _usage(f"hydra/launcher=distbench_slurm needs {error.name}: pip install 'distbench[slurm]'")
+    register(SLURM_LAUNCHER)
 
 
 def _begin(config: DictConfig) -> bool:

@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 from hydra.errors import ConfigCompositionException
 
-from distbench import hydra_edge
 from distbench.config import GROUPS
 from distbench.errors import ConfigError
 from distbench.hydra_edge import FOREIGN, cell, conf_dir, explain, label, refuse_flags, stamp, valid_keys
 from tests.composing import compose
-
-
-@pytest.fixture(autouse=True)
-def no_sweep_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hydra_edge, "swept", set())
 
 
 def test_conf_is_found_beside_or_inside_the_package() -> None:
@@ -40,11 +34,10 @@ def test_labels_are_safe_folder_names() -> None:
     assert "/" not in label("a/b") and not label("../..").startswith(".")
 
 
-def test_cells_are_numbered_and_named_by_what_varies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_numbered_and_named_by_what_varies() -> None:
     assert cell(7, "strategy=fsdp,steps=3", "fsdp", "fp32") == "007_strategy=fsdp,steps=3"
     assert cell(7, "", "fsdp", "fp32") == "007_fsdp_fp32"
-    monkeypatch.setattr(hydra_edge, "swept", {"strategy"})
-    assert cell(12, "strategy=fsdp,steps=3") == "012_strategy=fsdp"
+    assert cell(12, "sweep.repeat=2,strategy=fsdp") == "012_strategy=fsdp,repeat=2"
 
 
 def test_long_names_are_cut_and_stay_apart() -> None:

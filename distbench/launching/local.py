@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from distbench.config import AUTO, Config, world_size
 from distbench.errors import ConfigError
+from distbench.launching.signals import ignored, requests
 from distbench.launching.watch import Limits, Watch, stall_limit
 from distbench.runs.folder import RunFolder
 
@@ -50,6 +51,10 @@ class Interrupted(Exception):
     """The parent was asked to stop (SIGINT, SIGTERM) while ranks ran."""
 
 
+stopped_by: list[int] = []
+"""Signals that asked runs of this process to end early."""
+
+
 def warm_up() -> None:
     """Start the forkserver and its imports in the background; cheap to call again.
 
@@ -58,7 +63,8 @@ def warm_up() -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # a line for every window otherwise
     multiprocessing.set_forkserver_preload(["distbench.launching.preload"])
-    multiprocessing.forkserver.ensure_running()
+    with ignored(requests()):  # which what is started here inherits: a scheduler's signals reach every process
+        multiprocessing.forkserver.ensure_running()
 
 
 def cool_down() -> None:
@@ -145,7 +151,7 @@ def run_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None,
         signals_to_handle="SIGHUP,SIGQUIT",  # the others are ours, below
         logs_specs=DefaultLogsSpecs(log_dir=str(agent_logs)),
     )
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in {signal.SIGINT, signal.SIGTERM, *requests()}}
 
     ranks = range(node.rank * num_ranks, (node.rank + 1) * num_ranks)
     limits = Limits(stall_limit(config), config.launch.grace_s)
@@ -156,6 +162,7 @@ def run_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None,
         nonlocal asked
         if not asked and watch.ask_to_stop():
             asked = True
+            stopped_by.append(number)
             print("    stopping after this step, with a checkpoint; once more: now", flush=True)
             return
         # The agent passes on the signal named here. Ranks ignore SIGINT, and it would wait half a minute for them.

@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -19,6 +20,25 @@ STOP = signal.SIGUSR1
 """Asks a rank to end after its step."""
 DUMP = signal.SIGRTMIN + 10 if sys.platform == "linux" else signal.SIGUSR2
 """Asks a rank for its stacks and its collectives. Schedulers use SIGUSR1 and SIGUSR2 for purposes of their own."""
+
+
+def requests() -> tuple[signal.Signals, ...]:
+    """What asks a run to end after its step: ours, and a scheduler's, which it sends to every process of a job."""
+    return (STOP, signal.SIGUSR2, *([signal.SIGTERM] if "SLURM_STEP_ID" in os.environ else []))
+
+
+@contextmanager
+def ignored(numbers: Iterable[signal.Signals]) -> Iterator[None]:
+    """Without effect on what is started meanwhile, and on this process for that moment. In the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 PR_SET_PDEATHSIG = 1

@@ -19,7 +19,7 @@ from distbench.experiment import run_rank
 from distbench.launching.failure import write_rank_failure
 from distbench.launching.heartbeat import DONE, Heartbeat, rank_files
 from distbench.launching.interfaces import interface_to
-from distbench.launching.signals import STOP, StopRequest, answer_dumps, end_with_parent
+from distbench.launching.signals import StopRequest, answer_dumps, end_with_parent, requests
 from distbench.numerics.cache import BaselineEntry
 from distbench.runs.folder import RunFolder
 
@@ -41,7 +41,7 @@ def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     folder = RunFolder(Path(path))
     rank = int(os.environ["RANK"])
-    process = RankProcess.begin(folder, rank, STOP)
+    process = RankProcess.begin(folder, rank, *requests())
     try:
         run_rank(config, folder, process, baseline)
     except BaseException as error:
