@@ -127,8 +127,10 @@ def _check_units(config: Config, model: nn.Module) -> list[str]:
     if "wrap_policy" in not_applicable(config):
         return []
     names = unit_names(config.wrap_policy, model, block_classes(config.model, model))
-    if config.strategy.name == "fsdp" and not config.strategy.use_orig_params:
-        _check_uniform(model, names)
+    if config.strategy.name == "fsdp":
+        _check_filled(model, names)
+        if not config.strategy.use_orig_params:
+            _check_uniform(model, names)
     if not names and config.wrap_policy.name == "size":
         return [
             f"wrap_policy=size: no module holds {config.wrap_policy.min_num_params:,.0f} parameters, so the whole model "
@@ -136,6 +138,16 @@ def _check_units(config: Config, model: nn.Module) -> list[str]:
             "lower wrap_policy.min_num_params to split it"
         ]
     return []
+
+
+def _check_filled(model: nn.Module, names: list[str]) -> None:
+    """A flat parameter has an element at least."""
+    for unit in describe_units(model, names):
+        if unit.parameters and unit.num_parameters == 0:
+            raise ConfigError(
+                f"strategy=fsdp makes one flat parameter of unit {unit.name or '(root)'}, and all that it holds is empty: "
+                f"{', '.join(unit.parameters)}; set a wrap_policy with which it is no unit, or leave the empty ones out"
+            )
 
 
 def _check_uniform(model: nn.Module, names: list[str]) -> None:

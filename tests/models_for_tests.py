@@ -402,6 +402,39 @@ class Scalar(Plain):
         self.gain = nn.Parameter(torch.tensor(1.0))
 
 
+class Empty(Plain):
+    """One parameter has no element."""
+
+    def __init__(self, trained: bool = True, shape: tuple[int, ...] = (0, FEATURES)) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(shape), requires_grad=trained)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+class Idle(nn.Module):
+    """All that it holds is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+class Idling(Plain):
+    """Begins with a layer that is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = Idle()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.idle(x))
+
+
 class Transposed(Plain):
     """One parameter's memory is not in the order of its dimensions."""
 

@@ -203,6 +203,7 @@ def test_flat_parameters_are_only_fsdps() -> None:
         ("Lazy", "linear.weight has no shape before the first forward", {"single", "ddp", "fsdp", "fsdp2"}),
         ("Complex", "phase is complex", {"single", "ddp", "fsdp", "fsdp2"}),
         ("Scalar", "cannot shard the scalar parameter gain", {"fsdp", "fsdp2"}),
+        ("Empty", r"cannot shard the empty parameter nothing \(shape \(0, 6\)\)", {"fsdp2"}),
         ("Transposed", "cannot shard map, whose memory is not in the order of its dimensions", {"fsdp", "fsdp2"}),
     ],
 )
@@ -211,3 +212,18 @@ def test_parameters_that_cannot_be_trained(model: str, message: str, strategies:
     config = custom(model, strategy)
     with pytest.raises(UserModelError, match=message) if strategy in strategies else nullcontext():
         preflight(replace(config, wrap_policy=NoWrap()))
+
+
+@pytest.mark.parametrize(("shape", "taken"), [((0,), True), ((0, 4), True), ((4, 0), False)])
+def test_empty_parameters_are_taken_frozen(shape: tuple[int, ...], taken: bool) -> None:
+    config = custom("Empty", "fsdp2")
+    config.model.kwargs = {"trained": False, "shape": shape}
+    with nullcontext() if taken else pytest.raises(UserModelError, match="cannot shard the empty parameter"):
+        preflight(config)
+
+
+def test_a_flat_parameter_holds_something() -> None:
+    idle = BlockWrap(classes=["Idle"])
+    said = refusal(custom("Idling", "fsdp", wrap=idle))
+    assert "one flat parameter of unit idle, and all that it holds is empty: idle.nothing; set a wrap_policy" in said
+    preflight(custom("Idling", "fsdp"))

@@ -35,10 +35,15 @@ def check_parameters(config: Config, model: nn.Module) -> None:
 
 
 def _check_sharded(strategy: str, name: str, parameter: nn.Parameter) -> None:
-    """What the wrappers that shard refuse, or keep in an order of memory that has no place in a named slice."""
+    """What the wrappers that shard refuse or fail with, or keep in an order of memory that has no place in a named slice."""
     if parameter.dim() == 0:
         raise UserModelError(
             f"strategy={strategy} cannot shard the scalar parameter {name}; make it one-dimensional: torch.ones(1)"
+        )
+    if strategy == "fsdp2" and parameter.numel() == 0 and (parameter.requires_grad or parameter.shape[0] > 0):
+        raise UserModelError(
+            f"strategy=fsdp2 cannot shard the empty parameter {name} (shape {tuple(parameter.shape)}): torch fails where it "
+            "reduces its gradient, or gathers it; leave it out, make it a buffer, or use strategy=ddp"
         )
     if not parameter.is_contiguous():
         raise UserModelError(

@@ -71,6 +71,19 @@ class FrozenBlocks(nn.Module):
         return x
 
 
+class Empty(nn.Module):
+    """Parameters without elements: two that are used, one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+        self.wide, self.used = nn.Parameter(torch.zeros(FEATURES, 0)), nn.Parameter(torch.zeros(0, 3))
+        self.spare = nn.Parameter(torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))) + x[..., :0] @ self.wide.t() + self.used.sum()
+
+
 class Sometimes(nn.Module):
     """Which expert a batch uses depends on the batch, so some ranks may leave a layer without gradients."""
 

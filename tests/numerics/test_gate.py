@@ -271,6 +271,20 @@ def test_four_ranks_are_within_the_bound() -> None:
         assert gated.verdict.passed and gated.margin <= 1.0, (name, gated.why)
 
 
+def test_parameters_without_elements_have_no_say() -> None:
+    """FSDP1 gives those that are used no gradient, and with flat parameters those that are not used one."""
+    unused = DDPStrategy(find_unused_parameters=True)
+    optimizer = replace(ADAMW, decay_1d=True)
+    cases = {}
+    for strategy in ("ddp", "fsdp", "fsdp-flat", "fsdp-no-shard"):
+        config = modelled(strategy, 2, "tests.numerics.odd_models.Empty")
+        config = replace(config, optimizer=optimizer, wrap_policy=NoWrap())
+        config = replace(config, strategy=unused) if strategy == "ddp" else config
+        cases[strategy] = (config, make_baseline(config, root()))
+    for strategy, gated in run_distributed(gated_each, 2, cases)[0].items():
+        assert gated.verdict.passed and gated.tiers == {"bitwise"}, (strategy, gated.why)
+
+
 @pytest.mark.parametrize("precision_name", ["fp32", "bf16", "fp16", "fp64"])
 def test_one_process_is_the_replay(precision_name: str, tmp_path: Path) -> None:
     config = base("single", 1, precision=preset(precision_name), accumulation=3, optimizer=ADAMW)
