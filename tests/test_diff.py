@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
+import socket
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -17,6 +19,8 @@ from safetensors.torch import save_file
 
 from distbench.__main__ import main
 from distbench.report.svg import CHARACTER, WIDTH, Plot, padded, ticks
+from tests.cli import distbench
+from tests.distributed import forkserver
 from tests.runs.folders import gradients, make_run, summary, usual_run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -157,11 +161,8 @@ def test_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_as_a_command(tmp_path: Path) -> None:
     summary(gradients(1)).save(tmp_path / "a.safetensors")
     summary(gradients(2)).save(tmp_path / "b.safetensors")
-    command = [sys.executable, "-m", "distbench", "diff", "a.safetensors"]
-    codes = [
-        subprocess.run([*command, other], cwd=tmp_path, capture_output=True).returncode
-        for other in ("a.safetensors", "b.safetensors", "c.safetensors")
-    ]
+    others = ("a.safetensors", "b.safetensors", "c.safetensors")
+    codes = [distbench("diff", "a.safetensors", other, cwd=tmp_path).code for other in others]
     assert codes == [0, 1, 2]
 
 
@@ -170,8 +171,11 @@ def test_examples(tmp_path: Path, example: str) -> None:
     """Alone and on two ranks; their gradients differ by rounding, and by a factor where the mean is forgotten."""
     if example.startswith("accelerate"):
         pytest.importorskip("accelerate")
-    run_example(EXAMPLES / example, tmp_path / "one")
-    run_example(EXAMPLES / example, tmp_path / "two", ranks=2)
+    run_example(EXAMPLES / example, tmp_path / "one", ranks=1)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, **ONE_THREAD}
+    words = [*launcher, str(EXAMPLES / example), str(tmp_path / "two")]
+    subprocess.run(words, check=True, env=environment, timeout=180)
     assert main(["diff", str(tmp_path / "two"), str(tmp_path / "one"), "--tolerance", "1e-5"]) == 0
     assert main(["diff", str(tmp_path / "two"), str(tmp_path / "one")]) == 1
     wrong = tmp_path / "wrong.py"
@@ -180,10 +184,33 @@ def test_examples(tmp_path: Path, example: str) -> None:
     assert main(["diff", str(tmp_path / "wrong"), str(tmp_path / "one"), "--step", "1", "--tolerance", "0.1"]) == 1
 
 
-def run_example(script: Path, folder: Path, ranks: int = 1) -> None:
-    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    subprocess.run([sys.executable, *launcher, str(script), str(folder)], check=True, env=environment, timeout=180)
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def run_example(script: Path, folder: Path, ranks: int) -> None:
+    """As a launcher starts its ranks, in processes that have imported torch."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    every = [{**ONE_THREAD, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    environments = every if ranks > 1 else [ONE_THREAD]
+    processes = [forkserver().Process(target=rank_of, args=(script, folder, one)) for one in environments]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(180)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [0] * ranks
+
+
+def rank_of(script: Path, folder: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = [str(script), str(folder)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def test_labels_neither_overlap_nor_leave_the_page() -> None:
