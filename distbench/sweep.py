@@ -56,8 +56,9 @@ def report_interrupted() -> None:
             conclude(folder, decide)
 
 
-def conclude(folder: Path, decide: DictConfig) -> None:
-    """A sweep's end: its decision, as files and as the table."""
+def conclude(folder: Path, decide: DictConfig, elsewhere: bool = False) -> None:
+    """A sweep's end: its decision, as files and as the table. `elsewhere`: its cells ran in other processes, and what became
+    of them is to be read."""
     from distbench.report.console import print_sweep
     from distbench.report.decision import write_decision
     from distbench.runs.rank import rank
@@ -66,6 +67,10 @@ def conclude(folder: Path, decide: DictConfig) -> None:
         ranking = rank([folder], cast(Decide, OmegaConf.to_object(decide)))
         write_decision(ranking, folder)
         print_sweep(folder, ranking)
+        if elsewhere:
+            _exit_codes.extend(ExitCode.USAGE for _ in ranking.reading.refused)
+            statuses = [Status(run.status) for run in ranking.reading.runs]
+            _exit_codes.extend(experiment.EXIT_CODES.get(status, ExitCode.CRASHED) for status in statuses)
     except Exception as error:  # Hydra would make a warning of it, which nobody sees
         if not isinstance(error, DistbenchError):
             traceback.print_exc()
@@ -271,7 +276,8 @@ class SweepCallback(Callback):
             )
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        conclude(Path(config.hydra.sweep.dir), config.decide)
+        elsewhere = config.hydra.launcher._target_ != BASIC_LAUNCHER
+        conclude(Path(config.hydra.sweep.dir), config.decide, elsewhere)
         _unfinished.clear()
 
 

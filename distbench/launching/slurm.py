@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from distbench.hydra_edge import register_resolvers
 from distbench.launching import local
+from distbench.runs import environment
 from distbench.runs.folder import RunFolder, Status, now, read_record
 
 COMMON = ("name", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb", "timeout_min")
@@ -46,6 +47,7 @@ class SlurmLauncher(BaseSubmititLauncher):
         from hydra.core.singleton import Singleton
 
         assert self.config is not None and self.hydra_context is not None
+        self.command = environment.launch_command()
         loader = self.hydra_context.config_loader
         alike = defaultdict(list)
         for number, overrides in enumerate(job_overrides, initial_job_idx):
@@ -70,6 +72,7 @@ class SlurmLauncher(BaseSubmititLauncher):
     def __call__(self, *args: Any) -> JobReturn:
         """In a job's task: one run, and the queue again where Slurm has asked for an early end."""
         register_resolvers()
+        environment.started_by = self.command
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's
         returned = super().__call__(*args)
         if signal.SIGUSR2 in local.stopped_by and callable(requeue):

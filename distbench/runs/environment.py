@@ -15,7 +15,18 @@ from typing import Any
 from distbench import __version__
 
 PACKAGES = ("torch", "hydra-core", "omegaconf", "tensorboard", "safetensors", "numpy", "numba")
-VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "CUDA_", "OMP_", "MKL_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NODELIST")
+VARIABLES = (
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "CUDA_",
+    "OMP_",
+    "MKL_",
+    "PYTORCH_",
+    "SLURM_JOB_ID",
+    "SLURM_NODELIST",
+    "SLURM_RESTART_COUNT",
+)
 
 
 @cache
@@ -35,8 +46,14 @@ def environment() -> dict[str, Any]:
     }
 
 
+started_by: str | None = None
+"""The command line that this process works for, where that is another one's: a job's, of a sweep."""
+
+
 def launch_command() -> str:
-    """The command line of this process, as one could type it again."""
+    """The command line of this run, as one could type it again."""
+    if started_by is not None:
+        return started_by
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name.split(".")[0] == "distbench":
