@@ -257,7 +257,7 @@ class SweepCallback(Callback):
                 checked = composed.load_sweep_config(config, list(cell))
             except (HydraException, OmegaConfBaseException) as error:
                 _usage(f"{where}{hydra_edge.explain(error)}")
-            _refuse(checked, where)
+            _refuse(checked, where, elsewhere=config.hydra.launcher._target_ == SLURM_LAUNCHER)
         earlier = _begin(config)
         if config.hydra.launcher._target_ == BASIC_LAUNCHER:
             loader.load_sweep_config = composed.load_sweep_config
@@ -355,9 +355,9 @@ def _usage(message: str) -> NoReturn:
     raise SystemExit(ExitCode.USAGE)
 
 
-def _refuse(composed: DictConfig, where: str) -> None:
+def _refuse(composed: DictConfig, where: str, elsewhere: bool = False) -> None:
     try:
-        validate(typed(composed))
+        validate(typed(composed), elsewhere)
     except InterpolationResolutionError:
         return  # uses a value that only a started job has, such as ${hydra:runtime.output_dir}; validated then
     except ConfigError as error:

@@ -24,13 +24,16 @@ from distbench.config import (
 from distbench.errors import ConfigError
 
 
-def validate(config: Config) -> None:
-    """Refuse, before any process starts, what cannot be run. Raises ConfigError naming value and remedy."""
+def validate(config: Config, elsewhere: bool = False) -> None:
+    """Refuse, before any process starts, what cannot be run. Raises ConfigError naming value and remedy.
+
+    `elsewhere`: it will run on other machines, so what this one's devices say is left for them to say.
+    """
     _validate_numbers(config)
     _validate_precision(config)
     _validate_data(config)
     _validate_wrapping(config)
-    _validate_world(config)
+    _validate_world(config, elsewhere)
     _validate_gate(config)
     _validate_window(config.window)
     _validate_decision(config)
@@ -257,12 +260,16 @@ def _validate_wrapping(config: Config) -> None:
         )
 
 
-def _validate_world(config: Config) -> None:
+def _validate_world(config: Config, elsewhere: bool) -> None:
     nproc = getattr(config.launch, "nproc", AUTO)
     if nproc != AUTO and not isinstance(nproc, int):
         raise ConfigError(f"launch.nproc={nproc!r} must be a number of ranks or auto")
+    nodes = getattr(config.launch, "nodes", 1)
+    _positive("launch.nodes", nodes)
+    if elsewhere and nproc == AUTO:
+        return
     device, strategy, joined = resolve_device(config), config.strategy, joined_world()
-    if device == "cuda" and not num_cuda_devices():
+    if device == "cuda" and not num_cuda_devices() and not elsewhere:
         raise ConfigError("device=cuda but no CUDA device is visible here; use device=cpu")
     size = world_size(config)
     if config.launch.name == "torchrun" and joined is None:
@@ -270,10 +277,8 @@ def _validate_world(config: Config) -> None:
             "launch=torchrun joins ranks that torchrun started, but RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
             "are not set; run `torchrun --nproc-per-node 2 -m distbench ...`, or use launch=local"
         )
-    nodes = getattr(config.launch, "nodes", 1)
-    _positive("launch.nodes", nodes)
     _positive("launch.nproc", size)
-    if device == "cuda" and joined is None and size // nodes > num_cuda_devices():
+    if device == "cuda" and joined is None and not elsewhere and size // nodes > num_cuda_devices():
         raise ConfigError(
             f"launch.nproc={size // nodes} but {num_cuda_devices()} CUDA devices are visible, one per rank; set "
             f"launch.nproc={num_cuda_devices()} or device=cpu"
