@@ -7,6 +7,7 @@ directory, and a file system that they share.
 from __future__ import annotations
 
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import DictConfig, OmegaConf
 
+from distbench.errors import ExitCode
 from distbench.hydra_edge import register_resolvers
 from distbench.launching import local
 from distbench.runs import environment
@@ -77,6 +79,10 @@ class SlurmLauncher(BaseSubmititLauncher):
         returned = super().__call__(*args)
         if signal.SIGUSR2 in local.stopped_by and callable(requeue):
             requeue(signal.SIGUSR2, None)  # does not come back where the job is queued again
+        if local.stopped_by:
+            # Cancelled, preempted, or queued again for a node that is gone: whether this was the end is for Slurm to say,
+            # and a job that leaves a result has ended.
+            sys.exit(ExitCode.INTERRUPTED)
         return returned
 
 
@@ -117,7 +123,10 @@ def _result(job: Any, path: Path, number: int) -> JobReturn:
 
 def _lost(path: Path, state: str, why: str) -> dict[str, Any]:
     """Of a job that ended without a word: its record says so, if it was still said to run."""
-    status, reason = LOST.get(state, Status.crashed), f"its job of Slurm's ended: {state}"
-    if (path / "record.json").exists() and read_record(path)["status"] == Status.running:
-        RunFolder(path).update_record(status=status.value, reason=reason, finished=now())
-    return {"status": status.value, "reason": f"{reason} ({why})"}
+    status, reason = LOST.get(state.split()[0], Status.crashed).value, f"its job of Slurm's ended: {state}"
+    known = read_record(path)["status"] if (path / "record.json").exists() else None
+    if known == Status.running:
+        RunFolder(path).update_record(status=status, reason=reason, finished=now())
+    elif known is not None:
+        status = known
+    return {"status": status, "reason": f"{reason} ({why})"}

@@ -130,3 +130,25 @@ def test_a_node_that_is_gone(slurm: Slurm, tmp_path: Path) -> None:
     assert ended.code == OK, ended.said
     (run,) = ended.runs
     assert read_record(run)["status"] == "passed" and len(losses(run)) == 60
+
+
+@pytest.mark.parametrize("file", ["srun", "torchrun"])
+def test_the_files_for_those_without_hydras_launcher(slurm: Slurm, tmp_path: Path, file: str) -> None:
+    """One run on two nodes; the one through torchrun is asked to end, is queued again and goes on."""
+    script = REPOSITORY / "launch" / "slurm" / f"{file}.sbatch"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**slurm.env, "PYTHONPATH": str(REPOSITORY), "NPROC": "1", "RUN": "outputs/run", "PATH": path}
+    words = [*LONG, "launch=torchrun", "checkpoint.every=10"] if file == "torchrun" else [*LONG, "launch.nproc=1"]
+    submit = ["sbatch", "--parsable", "--nodes=2", "--chdir", str(tmp_path), str(script), *words]
+    job = subprocess.run(submit, env=env, capture_output=True, text=True, check=True).stdout.strip()
+    if file == "torchrun":
+        running(tmp_path, 5)
+        slurm.call("scancel", "--signal=USR1", job)
+    ended = until(lambda: not slurm.queue(), 200.0)
+    said = "".join(log.read_text() for log in tmp_path.glob("*.out"))
+    assert ended, said
+    record = read_record(tmp_path / "outputs" / "run")
+    assert record["status"] == "passed", said
+    assert {rank["host"] for rank in record["topology"]["ranks"]} == {"node1", "node2"}
+    assert len(losses(tmp_path / "outputs" / "run")) == 60
+    assert len(record["resumes"]) == (file == "torchrun")
