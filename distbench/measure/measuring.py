@@ -51,7 +51,7 @@ def window_sections(
     ranks = world.gather((measured, rate))
     predicted = predict_memory(config, trainer)
 
-    def sections(tracked: list[Tracked]) -> dict[str, Any]:
+    def sections(tracked: list[Tracked], **untracked: str) -> dict[str, Any]:
         found = section(
             config,
             [own for own, _ in ranks],
@@ -60,13 +60,14 @@ def window_sections(
             flops.known_peak(world.device, dtype),
             [rate for _, rate in ranks],
             world.backend if world.size > 1 else None,
+            **untracked,
         )
         return {"window": {**found, "memory_predicted": predicted}, "window_reason": None}
 
     if not config.window.track:
         return sections([])
     if save is not None:
-        save(sections([]))
+        save(sections([], untracked="the run ended in its tracked steps"))  # and keeps this when it is resumed
     return sections(world.gather(track(trainer)))
 
 

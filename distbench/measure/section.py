@@ -34,15 +34,17 @@ def section(
     peak: tuple[float | None, str],
     rates: Sequence[float],
     backend: str | None,
+    untracked: str = "window.track=false",
 ) -> dict[str, Any]:
-    """`ranks`, `tracked`: every rank's, in rank order. `promised`: the strategy's and the trainer's traffic of one step.
-    `peak`: one device's known FLOP/s and its source. `rates`: each rank's calibrated FLOP/s."""
+    """`ranks`, `tracked`: every rank's, in rank order; `untracked`: why nothing is tracked, if so. `promised`: the
+    strategy's and the trainer's traffic of one step. `peak`: one device's known FLOP/s and its source. `rates`: each rank's
+    calibrated FLOP/s."""
     window = config.window
     step_time = _slowest(ranks)
     overhead = _overhead(ranks)
     too_much = _costs_too_much(ranks, overhead, window.max_overhead)
     table = _collectives(ranks, tracked, window.measured, backend)
-    flop = _flops(config, tracked)
+    flop = _flops(config, tracked, untracked)
     return {
         "name": window.name,
         "warm_up": window.warm_up,
@@ -63,7 +65,7 @@ def section(
         "collectives": table,
         "collectives_reason": next((t.calls_reason for t in ranks[0].takes if t.calls_reason), None),
         "memory": {column: _memory(ranks, column) for column in MEMORY},
-        **_by_kind(tracked),
+        **_by_kind(tracked, untracked),
         "bytes": audit(promised, table, ranks, backend),
         "flops": flop,
         **_mfu(flop["per_step"], step_time["median"], peak, rates),
@@ -254,10 +256,15 @@ def _mismatch(
 
 
 def _interface(ranks: Ranks) -> float | None:
-    """Bytes that each rank sent a step; the counter of a host has all of its ranks."""
-    takes: list[Take] = ranks[0].takes
-    counted = [take.network_bytes for take in takes if take.network_bytes is not None]
-    return statistics.median(counted) / len(ranks) if counted else None
+    """Bytes that a rank sent a step, on average; the counter of a host has all of its ranks."""
+    sent = 0.0
+    for measurement in {measurement.host: measurement for measurement in reversed(ranks)}.values():  # a host's first rank
+        takes: list[Take] = measurement.takes
+        counted = [take.network_bytes for take in takes if take.network_bytes is not None]
+        if not counted:
+            return None
+        sent += statistics.median(counted)
+    return sent / len(ranks)
 
 
 def _peak(measurement: Measurement, column: str) -> int | None:
@@ -275,11 +282,11 @@ def _memory(ranks: Ranks, column: str) -> dict[str, Any]:
     return {"bytes": max(known), "rank": peaks.index(max(known)), "meter": ranks[0].meters[column], "reason": None}
 
 
-def _by_kind(tracked: Sequence[Tracked]) -> dict[str, Any]:
+def _by_kind(tracked: Sequence[Tracked], untracked: str) -> dict[str, Any]:
     """Of the rank with the largest sum."""
     known = [t.memory for t in tracked if t.memory is not None]
     if not known or len(known) < len(tracked):
-        reason = next((t.reasons["memory"] for t in tracked if "memory" in t.reasons), "window.track=false")
+        reason = next((t.reasons["memory"] for t in tracked if "memory" in t.reasons), untracked)
         return {"memory_by_kind": None, "memory_by_kind_reason": reason}
     return {"memory_by_kind": max(known, key=lambda kinds: sum(kinds.values())), "memory_by_kind_reason": None}
 
@@ -287,11 +294,11 @@ def _by_kind(tracked: Sequence[Tracked]) -> dict[str, Any]:
 # --- FLOPs
 
 
-def _flops(config: Config, tracked: Sequence[Tracked]) -> dict[str, Any]:
+def _flops(config: Config, tracked: Sequence[Tracked], untracked: str) -> dict[str, Any]:
     form = flops.closed_form(config)
     counted = [t.flops for t in tracked if t.flops is not None]
     if not counted or len(counted) < len(tracked):
-        reason = next((t.reasons["flops"] for t in tracked if "flops" in t.reasons), "window.track=false")
+        reason = next((t.reasons["flops"] for t in tracked if "flops" in t.reasons), untracked)
         if form is not None:
             return {"per_step": form, "meter": "closed form", "closed_form": form, "reason": None}
         return {"per_step": None, "meter": None, "closed_form": None, "reason": reason}

@@ -106,6 +106,25 @@ def test_a_run_is_started_again_as_often_as_asked(straight: Path, tmp_path: Path
         assert (again / "logs" / kept).is_file()
 
 
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_run_that_ended_in_its_tracked_steps_keeps_its_window_and_says_so(restarts: int, tmp_path: Path) -> None:
+    words = [word for word in options("kill", at=STEPS + 2, once=tmp_path / "once") if word != "window=off"]
+    ended = distbench(*words, "window=default", f"launch.max_restarts={restarts}", cwd=tmp_path)
+    run, untracked = tmp_path / "run", "the run ended in its tracked steps"
+    if restarts == 0:
+        assert ended.code == CRASHED and failure(run)["step"] == STEPS + 2, ended.said
+        window = read_record(run)["window"]
+        assert (window["memory_by_kind"], window["memory_by_kind_reason"]) == (None, untracked)
+        ended = distbench("resume=run", cwd=tmp_path)
+    assert ended.code == OK, ended.said
+    record = read_record(run)
+    window = record["window"]
+    assert (window["memory_by_kind"], window["memory_by_kind_reason"]) == (None, untracked)
+    assert window["flops"] == {"per_step": None, "meter": None, "closed_form": None, "reason": untracked}
+    assert window["step_time"]["median"] > 0 and record["result"]["steps"] == STEPS
+    assert len(record["restarts"]) == restarts and record["status"] == "passed"
+
+
 @pytest.mark.parametrize(
     ("how", "message", "answers"),
     [
