@@ -141,7 +141,8 @@ def _run(argv: list[str]) -> int:
     from distbench.config import joined_world
 
     if joined_world() is None:
-        signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: nothing started outlives this process
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, _interrupt)  # as Ctrl-C: nothing started outlives this process
         return ExitCode.OK if _followed() else _compose_and_run(argv)
     from distbench.launching import joined
 

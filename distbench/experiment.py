@@ -81,7 +81,7 @@ def _run(config: Config, folder: RunFolder, leader: Leader) -> Outcome:
             sections = first_sections(config, folder, notes)
         else:
             sections = resumed_sections(config, folder, step_of(start))
-    except DistbenchError:
+    except BaseException:  # a signal's, too
         local.cool_down()
         raise
     folder.write_resolved(to_container(config))

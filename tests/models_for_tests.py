@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -265,8 +266,13 @@ class KillsRank(Plain):
         return super().forward(x)
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError
+
+
 class GoesWrong(Plain):
-    """One rank does not come back from its `at`-th forward as it should; only once, where `once` names a file to say so."""
+    """One rank (-1: all) does not come back from its `at`-th forward as it should; only once, where `once` names a file to say so."""
 
     def __init__(self, how: str, at: int = 12, rank: int = 1, once: str | None = None) -> None:
         super().__init__()
@@ -275,7 +281,8 @@ class GoesWrong(Plain):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += not x.is_meta
-        here = "RANK" in os.environ and int(os.environ["RANK"]) == self.rank and self.calls == self.at
+        rank = int(os.environ.get("RANK", "-1"))
+        here = rank >= 0 and self.rank in (rank, -1) and self.calls == self.at
         if here and not (self.once and Path(self.once).exists()):
             if self.once:
                 Path(self.once).touch()
@@ -297,6 +304,12 @@ class GoesWrong(Plain):
                 ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         elif self.how == "exit":
             os._exit(7)
+        elif self.how == "exit well":
+            os._exit(0)
+        elif self.how == "exit from Python":
+            sys.exit(0)
+        elif self.how == "unspeakable":
+            raise Unspeakable
 
 
 class Dawdles(Plain):

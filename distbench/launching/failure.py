@@ -34,8 +34,8 @@ def write_rank_failure(folder: RunFolder, rank: int, error: BaseException) -> di
         "pid": os.getpid(),
         "time": time.time(),
         "type": type(error).__name__,
-        "message": str(error),
-        "reason": f"{_name(rank)}: {type(error).__name__}: {error}",
+        "message": _message(error),
+        "reason": f"{_name(rank)}: {type(error).__name__}: {_message(error)}",
         "user_error": isinstance(error, DistbenchError),
         "exit_code": int(error.exit_code) if isinstance(error, DistbenchError) else int(ExitCode.CRASHED),
         "status": _status(error).value,
@@ -45,6 +45,13 @@ def write_rank_failure(folder: RunFolder, rank: int, error: BaseException) -> di
     }
     write_json(_failure_path(folder, rank), failure)
     return failure
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as own:
+        return f"(its __str__ raises {type(own).__name__})"
 
 
 def root_failure(
@@ -104,7 +111,7 @@ def _cause(
     if first is not None and not (first["lost_peer"] and silent):
         return first
     # SIGTERM is how the agent ends the rest.
-    silent = [rank for rank in silent if codes.get(rank) not in (None, 0, -signal.SIGTERM)] or silent or [0]
+    silent = [rank for rank in silent if codes.get(rank) not in (None, -signal.SIGTERM)] or silent or [0]
     names = [_name(rank) for rank in silent]
     code, words = codes.get(silent[0]), _last_words(folder, silent[0])
     fatal = next((line for line in words if line.startswith(FATAL)), None) if code is None else None
@@ -139,7 +146,9 @@ def _file_name(rank: int) -> str:
 
 def _ending(code: int | None, out_of_memory: bool) -> str:
     """An exit code as multiprocessing gives it (negative for a signal; None: not seen), in words."""
-    if code is not None and code >= 0:
+    if code == 0:
+        return "exit code 0, before it was done: os._exit, or a library that calls it"
+    if code is not None and code > 0:
         return f"exit code {code}"
     how = "killed" if code is None else f"killed by signal {-code} ({signal.Signals(-code).name})"
     if out_of_memory and code in (None, -signal.SIGKILL):
@@ -166,19 +175,19 @@ def _status(error: BaseException) -> Status:
 def _is_timeout(error: BaseException) -> bool:
     """Whether a collective has waited for a peer as long as it may."""
     late = ("Timed out waiting", "Watchdog caught collective operation timeout", "wait timeout after")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in late)
+    return isinstance(error, RuntimeError) and any(words in _message(error) for words in late)
 
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Whether an error says no more than that another rank could not be reached."""
     gone = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in gone)
+    return isinstance(error, RuntimeError) and any(words in _message(error) for words in gone)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
     import torch
 
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in _message(error)
 
 
 def _users_traceback(error: BaseException) -> str:

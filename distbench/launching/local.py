@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from distbench.config import AUTO, Config, world_size
 from distbench.errors import ConfigError
+from distbench.launching.heartbeat import DONE
 from distbench.launching.signals import ignored, requests
 from distbench.launching.watch import Limits, Watch, stall_limit
 from distbench.runs.folder import RunFolder
@@ -155,11 +156,15 @@ def run_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None,
 
     ranks = range(node.rank * num_ranks, (node.rank + 1) * num_ranks)
     limits = Limits(stall_limit(config), config.launch.grace_s)
-    watch = Watch(folder, ranks, limits, others_failed=meeting.failed if node.count > 1 else None)
+    others_failed = meeting.failed if node.count > 1 else None
+    # The agent waits for a value that every rank returns, and one that calls os._exit(0) returns none.
+    watch = Watch(folder, ranks, limits, None, others_failed, on_nobody=lambda: os.kill(os.getpid(), signal.SIGTERM))
     asked = False
 
     def stop(number: int, frame: object) -> None:
         nonlocal asked
+        if watch.nobody_left:
+            raise SignalException("all ranks have ended", signal.SIGTERM)
         if not asked and watch.ask_to_stop():
             asked = True
             stopped_by.append(number)
@@ -176,17 +181,22 @@ def run_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None,
             elastic_launch(launch, run_rank_process)(config, str(folder.path), baseline)
     except ChildFailedError as error:
         meeting.fail()
-        codes = {rank: failure.exitcode for rank, failure in error.failures.items()} | watch.exit_codes()
-        raise RanksFailed(
-            [(rank, code) for rank, code in sorted(codes.items()) if code != 0],
-            watch.last_beats,
-            watch.stall,
-            out_of_memory_kills() > killed_before,
-        ) from None
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        raise _failed(watch, codes, out_of_memory_kills() > killed_before) from None
     except (SignalException, KeyboardInterrupt) as error:
         meeting.fail()
+        if watch.nobody_left:
+            raise _failed(watch, {}, out_of_memory_kills() > killed_before) from None
         raise Interrupted(str(error)) from None
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         shutil.rmtree(agent_logs, ignore_errors=True)
+
+
+def _failed(watch: Watch, seen: dict[int, int], out_of_memory: bool) -> RanksFailed:
+    """From the agent's exit codes and the watch's. One of 0 is a failure, too, of a rank that was not done."""
+    codes = seen | watch.exit_codes()
+    done = {rank for rank, beat in watch.last_beats.items() if beat.phase == DONE}
+    ranks = [(rank, code) for rank, code in sorted(codes.items()) if code != 0 or rank not in done]
+    return RanksFailed(ranks, watch.last_beats, watch.stall, out_of_memory)

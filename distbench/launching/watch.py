@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing import process
 from multiprocessing.process import BaseProcess
@@ -43,7 +44,8 @@ class Limits:
 
 
 class Watch:
-    """A thread beside whatever waits for the ranks. `ranks`: this host's; `others_failed`: whether another's have ended."""
+    """A thread beside whatever waits for the ranks. `ranks`: this host's; `others_failed`: whether another's have ended;
+    `on_nobody`: called from the thread where all are gone and nobody has noticed."""
 
     def __init__(
         self,
@@ -52,12 +54,17 @@ class Watch:
         limits: Limits,
         on_stall: Callable[[Stall], None] | None = None,
         others_failed: Callable[[], bool] | None = None,
+        on_nobody: Callable[[], None] | None = None,
     ) -> None:
         self.folder, self.ranks, self.limits = folder, ranks, limits
         self.stall: Stall | None = None
         self.last_beats: dict[int, Beat] = {}
         self._children: dict[int | None, BaseProcess] = {}
-        self._on_stall, self._others_failed = on_stall, others_failed
+        self._on_stall, self._others_failed, self._on_nobody = on_stall, others_failed, on_nobody
+        self.nobody_left = False
+        """All ranks are gone, and who started them still waits for a word of theirs."""
+        self._found: dict[int, Beat] = {}
+        """As last read: where a run folder is gone, its ranks may still be there."""
         self._moved: dict[int, tuple[int, float]] = {}
         """Rank -> (beats, when they last grew)."""
         self._died: float | None = None
@@ -73,7 +80,7 @@ class Watch:
     ) -> None:
         self._over.set()
         self._thread.join()
-        self.last_beats = beats(self.folder, self.ranks)
+        self.last_beats = self._found | beats(self.folder, self.ranks)
 
     def exit_codes(self) -> dict[int, int]:
         """Of the ranks that this process has started, once they have ended; negative for a signal."""
@@ -91,7 +98,7 @@ class Watch:
     def _run(self) -> None:
         before = time.monotonic()
         while not self._over.wait(PERIOD_S):
-            found = beats(self.folder, self.ranks)
+            found = self._found = self._found | beats(self.folder, self.ranks)
             # Kept from here on: the agent says the exit code of one rank that has ended, not of all. (Not
             # `active_children()`, which would take the codes from under the agent.)
             self._children |= {child.pid: child for child in list(getattr(process, "_children", ()))}
@@ -108,6 +115,10 @@ class Watch:
                 self._died = self._died or now
                 if now - self._died > self.limits.grace:
                     self._end(found, alive)
+                    if not alive and set(found) == set(self.ranks) and self._on_nobody is not None:
+                        self.nobody_left = True
+                        self._on_nobody()
+                        return
             elif self.limits.stall is not None and any(
                 now - self._moved[rank][1] > self.limits.stall for rank in alive
             ):
@@ -122,7 +133,8 @@ class Watch:
             for rank, state in alive.items()
         }
         self.stall = explain(seen)
-        write_json(self.folder.logs / "stall.json", {**asdict(self.stall), "ranks": _tree(seen)})
+        with suppress(OSError):  # a full disk; ranks are ended whether it can be written down or not
+            write_json(self.folder.logs / "stall.json", {**asdict(self.stall), "ranks": _tree(seen)})
         if self._on_stall is not None:
             self._on_stall(self.stall)
         self._end(found, alive)

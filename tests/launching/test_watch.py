@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +16,9 @@ import pytest
 
 from distbench.errors import RunFolderError
 from distbench.launching import local
+from distbench.launching import watch as watching
 from distbench.launching.heartbeat import DONE, LAYOUT, Beat, Heartbeat, beats, rank_files, ranks_folder, read_beat
+from distbench.launching.signals import DUMP, send
 from distbench.launching.stalls import Seen, explain
 from distbench.launching.watch import Limits, Watch, keep_evidence, process_state
 from distbench.runs.folder import RunFolder
@@ -181,6 +186,26 @@ def test_who_outlives_another_is_ended(folder: RunFolder, sleepers: list[subproc
         sleepers[0].wait()
         assert sleepers[1].wait(timeout=20) == -9
     assert watch.stall is None and watch.last_beats.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("what", ["nothing can be written", "the folder is gone"])
+def test_who_stands_still_is_ended_whatever_can_be_written(
+    what: str, folder: RunFolder, sleepers: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(watching, "write_json", full)
+    monkeypatch.setattr(watching, "send", lambda number, pids: send(signal.SIGKILL, pids) if number != DUMP else None)
+    monkeypatch.setattr(watching, "ANSWER_S", 0.1)
+    for rank, process in enumerate(sleepers):
+        pretend(folder, rank, process.pid)
+    with Watch(folder, range(2), Limits(stall=1.0, grace=0.5)) as watch:
+        time.sleep(0.6)
+        if what == "the folder is gone":
+            shutil.rmtree(folder.path)
+        assert [process.wait(timeout=20) for process in sleepers] == [-9, -9]
+    assert watch.stall is not None and watch.last_beats.keys() == {0, 1}
 
 
 def test_who_is_done_ends_nobody(folder: RunFolder, sleepers: list[subprocess.Popen[bytes]]) -> None:
