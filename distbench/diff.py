@@ -23,8 +23,12 @@ def main(argv: list[str]) -> int:
     from distbench.report.diff_console import print_diff, reading_progress
     from distbench.report.diff_html import to_html
     from distbench.runs.diff import diff, to_json
-    from distbench.runs.files import json_text
+    from distbench.runs.files import check_output, json_text
 
+    if options.json not in (None, "-"):
+        check_output(Path(options.json), "--json")
+    if options.html is not None:
+        check_output(Path(options.html), "--html")
     with reading_progress() as progress:
         found = diff(options.a, options.b, tolerance=options.tolerance, step=options.step, progress=progress)
     if options.json is not None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from distbench import __version__
 from distbench.errors import ConfigError, DistbenchError, ExitCode
+from distbench.runs.files import check_output
 
 if TYPE_CHECKING:
     from distbench.drills.base import Case, Drill, Try
@@ -101,6 +102,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--number {options.number} is no number of cases; use --number 1 or more")
     if options.write and not options.write.absolute().parent.is_dir():
         raise ConfigError(f"--write {options.write}: there is no folder {options.write.absolute().parent}")
+    if options.write:
+        check_output(options.write, "--write")
     if not Path("/proc/self/fd").is_dir():
         raise ConfigError("drills look at processes by /proc, which this system does not have: use Linux")
 

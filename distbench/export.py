@@ -15,6 +15,7 @@ from distbench.checkpoint.manifest import MANIFEST, MODEL, complete, model_metad
 from distbench.checkpoint.shards import Shards, Whole
 from distbench.checkpoint.state import TrainState, read_state
 from distbench.errors import CheckpointError, ConfigError, ExitCode, OutputError
+from distbench.runs.files import check_output
 from distbench.runs.text import detail
 
 DESCRIPTION = """\
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     folder = find_checkpoint(options.run, options.step)
     output = options.output or folder / MODEL
+    check_output(output, "--output")
     if output.exists() and not options.force:
         raise OutputError(f"{output} is there already; --force replaces it, --output FILE writes elsewhere")
     size = export(folder, output)

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distbench.errors import ConfigError, ExitCode
+from distbench.errors import ConfigError, ExitCode, OutputError
 
 if TYPE_CHECKING:
     from distbench.faults.catalogue import CatalogueFault
@@ -95,7 +95,10 @@ def main(argv: list[str]) -> int:
     out = Path(options.out or f"outputs/selftest-{datetime.now():%Y-%m-%d_%H-%M-%S}").resolve()
     if any(out.glob("selftest.*")):
         raise ConfigError(f"{options.out} already holds a self-test; choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot make {options.out}: {error.strerror}; choose another --out") from error
 
     from distbench.launching import local
 

@@ -156,6 +156,11 @@ def test_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert exit_info.value.code == 2
     assert main(["diff", a, b, "--json", str(tmp_path / "no" / "folder.json")]) == 2
     assert "cannot write" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe")
+    for option in ("--json", "--html"):
+        assert main(["diff", a, b, option, str(tmp_path / "pipe")]) == 2
+        assert f"{option} {tmp_path / 'pipe'} is there and is no regular file" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_as_a_command(tmp_path: Path) -> None:

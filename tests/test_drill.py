@@ -52,6 +52,7 @@ def straight(ground: Site, tmp_path: Path) -> Path:
         (["nope"], "there is no drill 'nope'; there are kill, freeze, "),
         (["kill", "--number", "0"], "--number 0 is no number of cases; use --number 1 or more"),
         (["--write", "no/such/file.md"], "--write no/such/file.md: there is no folder "),
+        (["--write", "/dev/null"], "--write /dev/null is there and is no regular file; name another file"),
     ],
 )
 def test_bad_usage_is_one_message_and_exit_code_2(

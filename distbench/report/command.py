@@ -25,11 +25,12 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     from distbench.report.decision import headline
     from distbench.report.decision_html import title_of, to_html
-    from distbench.runs.files import write_atomic
+    from distbench.runs.files import check_output, write_atomic
 
-    ranking = ranked(options)
     first = Path(options.paths[0])
     out = Path(options.out) if options.out else (first if first.is_dir() else Path()) / "report.html"
+    check_output(out, "--out")
+    ranking = ranked(options)
     try:
         write_atomic(out, to_html(ranking, title_of(options.paths, len(ranking.reading.runs))))
     except OSError as error:

@@ -6,11 +6,14 @@ import json
 import math
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import orjson
+
+from distbench.errors import OutputError
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
@@ -28,6 +31,15 @@ def write_atomic(path: Path, content: bytes | str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_output(path: Path, option: str) -> None:
+    """Refuse a file to write that is there and cannot be replaced by one: a device, a pipe, a link, a folder.
+
+    Raises OutputError. `option`: which named it.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise OutputError(f"{option} {path} is there and is no regular file; name another file")
 
 
 def write_json(path: Path, tree: Any) -> None:

@@ -128,6 +128,15 @@ def test_refusals_name_what_there_is(run: Path, tmp_path: Path) -> None:
         main([str(run), "--output", str(tmp_path / "no" / "folder")])
 
 
+def test_a_device_stays_a_device(run: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for name in ("/dev/null", str(tmp_path / "pipe"), str(tmp_path / "link"), str(tmp_path)):
+        with pytest.raises(OutputError, match=rf"--output {name} is there and is no regular file; name another file"):
+            main([str(run), "--output", name, "--force"])
+    assert Path("/dev/null").is_char_device() and (tmp_path / "pipe").is_fifo() and (tmp_path / "link").is_symlink()
+
+
 def test_from_the_command_line(run: Path, tmp_path: Path) -> None:
     ended = distbench("export", "run", "--step", "2", "--output", "model", cwd=tmp_path)
     assert ended.code == 0 and (tmp_path / "model").exists(), ended.said

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distbench.__main__ import main
 from distbench.report.console import print_decision
 from distbench.report.decision import COLUMNS, decision_rows, headline, other_lines, to_markdown, write_decision
 from distbench.report.decision_html import to_html
@@ -53,6 +55,14 @@ def test_files(tmp_path: Path) -> None:
     assert page.startswith("# Decision\n\n**000\\_strategy=ddp: fastest of 3, beyond noise**")
     assert len([line for line in page.splitlines() if line.startswith("|")]) == 2 + 4
     assert rank([tmp_path]).chosen is not None, "what was written is not a run"
+
+
+def test_a_page_is_written_to_a_file_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["report", str(tmp_path), "--out", str(tmp_path / "pipe")]) == 2
+    assert f"--out {tmp_path / 'pipe'} is there and is no regular file" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize("width", [None, "100"])
