@@ -45,7 +45,8 @@ def _validate_checkpoint(config: Config) -> None:
     for name in ("every", "keep_last", "keep_every"):
         if (value := getattr(options, name)) is not None:
             _positive(f"checkpoint.{name}", value)
-    if config.start_from is not None and not Path(config.start_from).is_dir():
+    begins = config.resume is None  # a run that is resumed does not read again what it once started from
+    if begins and config.start_from is not None and not Path(config.start_from).is_dir():
         raise ConfigError(f"start_from={config.start_from}: no such folder")
 
 

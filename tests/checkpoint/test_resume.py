@@ -128,6 +128,13 @@ def test_another_strategy_starts_from_it(half: Path, tmp_path: Path) -> None:
     assert ended.code == OK, ended.said
     assert [step for step, *_ in losses(tmp_path / "new")] == [5, 6], "the gate's steps are not the run's"
     assert "gate PASSED (bitwise" in ended.out
+    record = read_record(tmp_path / "new")
+    record["config"]["start_from"] = "not/here/any/more"
+    (tmp_path / "new" / "record.json").write_text(json.dumps(record))
+    again = distbench("resume=new", "steps=7", "checkpoint.every=1", cwd=tmp_path)
+    assert again.code == USAGE and "there is no complete checkpoint" in again.err, (
+        "what it once started from is not read"
+    )
     early = distbench(*words, f"start_from={half}", "strategy=ddp", "steps=4", cwd=tmp_path)
     assert early.code == USAGE and "is at step 4 of steps=4; add steps=... to train on" in early.err
 
