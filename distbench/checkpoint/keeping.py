@@ -179,7 +179,9 @@ class Keeper:
     def _drop(self) -> None:
         """Shards only: a plain model in the same folder stays."""
         keep, every = self.options.keep_last, self.options.keep_every
-        for path in complete(self.folder.checkpoints)[:-keep]:
+        # A link is someone's who keeps that checkpoint elsewhere: neither followed, nor removed, nor one of ours.
+        own = [path for path in complete(self.folder.checkpoints) if not path.is_symlink()]
+        for path in own[:-keep]:
             if every is not None and step_of(path) % every == 0:
                 continue
             # Not complete any more from here on, whatever happens.

@@ -83,6 +83,8 @@ class Save:
             for rank in range(self.size):
                 self.share(rank).unlink(missing_ok=True)
             _sync(self.temporary)
+            if self.final.is_symlink():
+                raise CheckpointError(f"cannot write {self.final}: it is a link; move it away")
             if self.final.exists():  # of this step again, after a resume from an earlier one
                 (self.final / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(self.final)

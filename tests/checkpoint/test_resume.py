@@ -218,6 +218,18 @@ def test_the_last_ones_are_kept_and_every_nth(tmp_path: Path) -> None:
     assert kept(tmp_path / "nth", Checkpoint(every=2, keep_last=1, keep_every=4), 11) == ["04", "08", "11"]
 
 
+def test_what_is_linked_is_left_alone(tmp_path: Path) -> None:
+    """Neither followed, nor removed, nor counted, nor written into."""
+    kept(tmp_path / "other", Checkpoint(every=2, keep_last=9), 6)
+    elsewhere = tmp_path / "other" / "checkpoints"
+    before = {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()}
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    for step in (2, 6):
+        (tmp_path / "run" / "checkpoints" / f"step_0000000{step}").symlink_to(elsewhere / f"step_0000000{step}")
+    assert kept(tmp_path / "run", Checkpoint(every=2, keep_last=2), 8) == ["02", "04", "06", "08"]
+    assert {path: path.read_bytes() for path in elsewhere.rglob("*") if path.is_file()} == before
+
+
 def test_one_that_fell_due_under_the_gate_is_made_up_for(tmp_path: Path) -> None:
     assert kept(tmp_path / "a", Checkpoint(every=2, keep_last=9), 8, since=0, at=5) == ["05", "06", "08"]
     assert kept(tmp_path / "b", Checkpoint(every=5, keep_last=9), 8, since=0, at=4) == ["05", "08"]
