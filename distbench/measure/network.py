@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 TABLE = Path("/proc/self/net/dev")
 """Of this process's namespace (proc(5)); the files under /sys/class/net are of the one in which sysfs was mounted."""
 SENT_COLUMN = 8
+NAMESPACE = Path("/proc/self/ns/net")
 
 
 def unavailable() -> str | None:
@@ -16,6 +18,11 @@ def unavailable() -> str | None:
         name = os.environ.get("GLOO_SOCKET_IFNAME")
         return f"no counter for interface {name}" if name else "GLOO_SOCKET_IFNAME names no interface"
     return None
+
+
+def host() -> str:
+    """The same for all who share an interface's counter, and for nobody else: namespaces of one machine may be several."""
+    return f"{socket.gethostname()} {NAMESPACE.readlink() if NAMESPACE.exists() else ''}"
 
 
 def bytes_sent() -> int | None:

@@ -258,7 +258,8 @@ def _mismatch(
 def _interface(ranks: Ranks) -> float | None:
     """Bytes that a rank sent a step, on average; the counter of a host has all of its ranks."""
     sent = 0.0
-    for measurement in {measurement.host: measurement for measurement in reversed(ranks)}.values():  # a host's first rank
+    first = {measurement.host: measurement for measurement in reversed(ranks)}
+    for measurement in first.values():
         takes: list[Take] = measurement.takes
         counted = [take.network_bytes for take in takes if take.network_bytes is not None]
         if not counted:

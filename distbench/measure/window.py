@@ -69,6 +69,8 @@ class Measurement:
     exposed_meter: str
     exposed_reason: str | None
     network_reason: str | None
+    host: str = ""
+    """Whose interface's counter it is."""
 
 
 def planned(window: WindowConfig, done: int, steps: int) -> tuple[int, int, str | None]:
@@ -112,6 +114,7 @@ class Window:
             exposed_meter,
             exposed_reason,
             network.unavailable(),
+            network.host(),
         )
 
     def _exposed_meter(self, phases: Phases) -> tuple[str, str | None]:
