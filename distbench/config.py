@@ -425,6 +425,34 @@ class LocalLaunch:
 
 
 @dataclass
+class Link:
+    """What connects the hosts of `launch=testbed`."""
+
+    rate: str | None = None
+    """Of each host's link, each way, in tc's words: 100mbit, 1gbit; None: what this machine can copy."""
+    delay_ms: float = 0.0
+    """One way."""
+
+
+@dataclass
+class TestbedLaunch:
+    """This command makes hosts on this machine, and a link between them, and starts the ranks there."""
+
+    name: str = "testbed"
+    nodes: int = 2
+    """Hosts. `launch.testbed.nodes` on the command line, too (`SPELLINGS`)."""
+    nproc: Union[int, str] = 1  # noqa: UP007
+    """Ranks of each host."""
+    testbed: Link = field(default_factory=Link)
+    threads_per_rank: Union[int, str] = AUTO  # noqa: UP007
+    """Hosts share this machine's cores."""
+    timeout_s: float = 1800.0
+    stall_timeout_s: float | None = 600.0
+    grace_s: float = 10.0
+    max_restarts: int = 0
+
+
+@dataclass
 class TorchrunLaunch:
     """Ranks were started by torchrun (or any launcher that sets its variables); they join."""
 
@@ -519,7 +547,7 @@ GROUPS: dict[str, dict[str, type]] = {
     "wrap_policy": {"size": SizeWrap, "block": BlockWrap, "pattern": PatternWrap, "none": NoWrap},
     "data": {"synthetic": SyntheticData, "text": TextData},
     "optimizer": {"adamw": AdamW, "sgd": SGD},
-    "launch": {"local": LocalLaunch, "torchrun": TorchrunLaunch},
+    "launch": {"local": LocalLaunch, "testbed": TestbedLaunch, "torchrun": TorchrunLaunch},
 }
 """Groups whose options differ in their fields; an option's `name` says which dataclass it is."""
 
@@ -537,7 +565,7 @@ MONOMORPHIC: dict[str, type] = {
 
 DTYPES = ("fp64", "fp32", "bf16", "fp16")
 
-SPELLINGS = {"checkpoint.async=": "checkpoint.async_="}
+SPELLINGS = {"checkpoint.async=": "checkpoint.async_=", "launch.testbed.nodes=": "launch.nodes="}
 """Words of the command line -> as the schema, made of Python's classes, can have them."""
 
 
@@ -661,7 +689,8 @@ def threads_per_rank(config: Config, local_world_size: int) -> int:
     asked = config.launch.threads_per_rank
     if asked != AUTO:
         return int(asked)
-    return max(1, len(os.sched_getaffinity(0)) // local_world_size)
+    here = local_world_size * (config.launch.nodes if isinstance(config.launch, TestbedLaunch) else 1)
+    return max(1, len(os.sched_getaffinity(0)) // here)
 
 
 def not_applicable(config: Config) -> dict[str, str]:

@@ -8,8 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distbench import config as configuration
-from distbench.config import Config, batch_shape, joined_world, not_applicable, to_container, world_size
-from distbench.errors import ConfigError, DistbenchError, ExitCode
+from distbench.config import (
+    Config,
+    LocalLaunch,
+    TestbedLaunch,
+    batch_shape,
+    joined_world,
+    not_applicable,
+    to_container,
+    world_size,
+)
+from distbench.errors import ConfigError, ExitCode
 from distbench.runs.environment import environment, launch_command
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status, now, read_record
@@ -19,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from distbench.launching.local import RanksFailed
-    from distbench.launching.nodes import Leader
+    from distbench.launching.nodes import Leader, Node
     from distbench.launching.worker import RankProcess
     from distbench.launching.world import World
     from distbench.numerics.cache import BaselineEntry
@@ -54,9 +63,18 @@ class Outcome:
 
 def run(config: Config, folder: RunFolder) -> Outcome:
     """Run one validated config in a fresh folder: baseline, ranks, and what became of it."""
-    from distbench.launching.nodes import Leader, here
+    from distbench.launching import nodes, testbed
 
-    leader = Leader(here(config))
+    if isinstance(config.launch, TestbedLaunch):
+        return testbed.run(config, folder)  # which comes back to `lead`, on the first of its hosts
+    return lead(config, folder, nodes.here(config))
+
+
+def lead(config: Config, folder: RunFolder, node: Node) -> Outcome:
+    """The run, as its first machine has it to do."""
+    from distbench.launching.nodes import Leader
+
+    leader = Leader(node)
     try:
         return _run(config, folder, leader)
     finally:
@@ -71,7 +89,7 @@ def _run(config: Config, folder: RunFolder, leader: Leader) -> Outcome:
     from distbench.report.console import print_run, relative, say_how_to_resume
 
     start = starting_point(config)
-    if joined_world() is None:
+    if joined_world() is None and isinstance(config.launch, LocalLaunch):
         local.check_port(config)
     if joined_world() is None or config.gate.enabled:
         local.warm_up()

@@ -14,6 +14,7 @@ from distbench.config import (
     Config,
     LossKind,
     Rule,
+    TestbedLaunch,
     Window,
     joined_world,
     not_applicable,
@@ -38,6 +39,8 @@ def validate(config: Config, elsewhere: bool = False) -> None:
     _validate_window(config.window)
     _validate_decision(config)
     _validate_checkpoint(config)
+    if isinstance(config.launch, TestbedLaunch):
+        _validate_testbed(config, config.launch, elsewhere)
 
 
 def _validate_checkpoint(config: Config) -> None:
@@ -48,6 +51,16 @@ def _validate_checkpoint(config: Config) -> None:
     begins = config.resume is None  # a run that is resumed does not read again what it once started from
     if begins and config.start_from is not None and not Path(config.start_from).is_dir():
         raise ConfigError(f"start_from={config.start_from}: no such folder")
+
+
+def _validate_testbed(config: Config, launch: TestbedLaunch, elsewhere: bool) -> None:
+    from distbench.launching import testbed
+
+    if elsewhere:
+        raise ConfigError("launch=testbed makes its hosts on this machine; on Slurm's nodes use launch=local")
+    if resolve_device(config) == "cuda":
+        raise ConfigError("launch=testbed slows Gloo's network down, and GPUs do not use it; set device=cpu")
+    testbed.check(launch)
 
 
 def _validate_gate(config: Config) -> None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distbench.config import AUTO, Config, from_container, joined_world, to_container
+from distbench.config import AUTO, Config, TestbedLaunch, from_container, joined_world, to_container
 from distbench.errors import ConfigError, DistbenchError, ExitCode, OutputError
 from distbench.launching import local
 from distbench.launching.heartbeat import Beat, ranks_folder
@@ -64,6 +64,8 @@ class Node:
 
 def here(config: Config) -> Node:
     """Which of the run's machines this is. Raises ConfigError where it should be one of several and is not."""
+    if isinstance(config.launch, TestbedLaunch):
+        return Node()  # it makes its machines itself
     nodes, found = getattr(config.launch, "nodes", 1), told()
     if found is not None and found.count != nodes:
         raise ConfigError(
@@ -261,28 +263,34 @@ class NodeMissing(DistbenchError):
 
 def follow(node: Node) -> None:
     """Any node but the first: run its ranks, as often as the leader says. Raises NodeMissing where that is not there."""
-    from torch.distributed import TCPStore
-
     local.warm_up()
-    limit, attempt = timedelta(seconds=START_S), 0
     try:
-        store = TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=limit)
-        while True:
-            store.wait([f"attempt{attempt}"], timedelta(days=365))
-            message: dict[str, Any] = json.loads(store.get(f"attempt{attempt}"))
-            if "over" in message:
-                store.set(f"gone{node.rank}", "")
-                return
-            _take_part(Meeting(node, store, message["run_id"]), message)
-            attempt += 1
-    except RuntimeError as error:
-        place = f"{node.address}:{node.port}"
-        raise NodeMissing(f"node 0 of {node.count} ({place}) is not there: {str(error).splitlines()[0]}") from error
+        take_part(node)
     finally:
         local.cool_down()
 
 
-def _take_part(meeting: Meeting, message: dict[str, Any]) -> None:
+def take_part(node: Node) -> None:
+    """As `follow`, in a process that goes on to live."""
+    from torch.distributed import TCPStore
+
+    limit, number = timedelta(seconds=START_S), 0
+    try:
+        store = TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=limit)
+        while True:
+            store.wait([f"attempt{number}"], timedelta(days=365))
+            message: dict[str, Any] = json.loads(store.get(f"attempt{number}"))
+            if "over" in message:
+                store.set(f"gone{node.rank}", "")
+                return
+            _attempt(Meeting(node, store, message["run_id"]), message)
+            number += 1
+    except RuntimeError as error:
+        place = f"{node.address}:{node.port}"
+        raise NodeMissing(f"node 0 of {node.count} ({place}) is not there: {str(error).splitlines()[0]}") from error
+
+
+def _attempt(meeting: Meeting, message: dict[str, Any]) -> None:
     from distbench.numerics.cache import BaselineEntry
 
     node, host = meeting.node, socket.gethostname()

@@ -230,6 +230,7 @@ def comparable(record: dict[str, Any]) -> dict[str, Any]:
         "device": devices,
         "cpu": [environment.get("cpu"), environment.get("cores")],
         "torch": as_tree(environment.get("packages")).get("torch"),
+        "link": as_tree(config.get("launch")).get("testbed"),
     }
 
 
