@@ -487,6 +487,14 @@ class Decide:
     """How much slower than the fastest is still good enough, for `smallest_within` and `most_accurate_within`."""
 
 
+class Objective(Enum):
+    """What a sweeper that looks for the best cell is told of each (docs/decision.md): less is better."""
+
+    step_time = "step_time"
+    exposed_comm = "exposed_comm"
+    peak_memory = "peak_memory"
+
+
 @dataclass
 class SweepOptions:
     """How often a sweep runs each of its cells, and in which order. Changes nothing of what is computed."""
@@ -497,6 +505,8 @@ class SweepOptions:
     """Which repeat a run is; a sweep sets it."""
     resume: bool = False
     """Go on with the newest sweep of the same command: what is finished is not run again."""
+    objective: Objective = Objective.step_time
+    """For sweepers that choose their cells themselves (hydra/sweeper=optuna)."""
 
 
 @dataclass

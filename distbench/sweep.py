@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from distbench import experiment, hydra_edge
-from distbench.config import GROUPS, Config, Decide, Order, digest, effective, from_container, joined_world
+from distbench.config import GROUPS, Config, Decide, Objective, Order, digest, effective, from_container, joined_world
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder, Status, read_record
@@ -39,6 +39,8 @@ _unfinished: list[tuple[Path, DictConfig]] = []
 """The sweep that is under way in this process, if one is."""
 
 Split = Callable[[list[Override], int | None], list[list[list[str]]]]
+WORST = 1e18
+"""What a sweeper is told of a run that is never to be chosen: worse than any figure, and finite, as not all take others."""
 BASIC_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 SLURM_LAUNCHER = "hydra_plugins.distbench.SlurmLauncher"
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -78,11 +80,37 @@ def conclude(folder: Path, decide: DictConfig, elsewhere: bool = False) -> None:
         _exit_codes.append(error.exit_code if isinstance(error, DistbenchError) else ExitCode.CRASHED)
 
 
-def run_cell(cfg: DictConfig) -> dict[str, Any]:
+def run_cell(cfg: DictConfig) -> dict[str, Any] | float:
     """Hydra's task function: run one composed configuration.
 
-    Returns a small status object and never raises for a failed run, so that a sweep goes on with its next cell.
+    Returns a small status object, or, to a sweeper that looks for the best cell, its figure. Never raises for a failed run,
+    so that a sweep goes on with its next cell.
     """
+    became = _run_cell(cfg)
+    hydra = HydraConfig.get()
+    if hydra.mode is not RunMode.MULTIRUN or hydra.sweeper._target_ == BASIC_SWEEPER:
+        return became
+    return _objective(cfg.sweep.objective, became, Path(hydra.sweep.dir))
+
+
+def _objective(objective: Objective, became: dict[str, Any], sweep_dir: Path) -> float:
+    """What a sweeper minimises: s or bytes of a run that passed its gate with an accepted window; `WORST` of any other."""
+    from distbench.runs.candidates import Figure, row
+
+    folder = sweep_dir / became["duplicate_of"] if "duplicate_of" in became else Path(became.get("folder", ""))
+    if not (folder / "record.json").exists():
+        return WORST
+    run = row(folder, read_record(folder), "")
+    figures = {
+        Objective.step_time: run.step_time,
+        Objective.exposed_comm: run.exposed,
+        Objective.peak_memory: run.memory,
+    }
+    figure: Figure = figures[objective]
+    return WORST if run.excluded or figure.value is None else figure.value
+
+
+def _run_cell(cfg: DictConfig) -> dict[str, Any]:
     from distbench.launching.nodes import follow, here
 
     hydra = HydraConfig.get()
@@ -236,16 +264,17 @@ class SweepCallback(Callback):
                 "torchrun starts the ranks of one run, and a sweep starts its own for every cell; "
                 "use `python -m distbench ...` without torchrun"
             )
-        if config.hydra.sweeper._target_ != BASIC_SWEEPER:
-            if config.sweep.repeats > 1:
-                _usage(f"sweep.repeats={config.sweep.repeats} needs Hydra's own sweeper; use sweep.repeats=1")
-            _begin(config)
-            return  # other sweepers choose their cells as they go; each is validated when it starts
+        theirs = config.hydra.sweeper._target_ != BASIC_SWEEPER
+        if theirs and config.sweep.repeats > 1:
+            _usage(f"sweep.repeats={config.sweep.repeats} needs Hydra's own sweeper; use sweep.repeats=1")
         _add_repeats(config)
         loader = GlobalHydra.instance().config_loader()
         params = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items()]
         overrides = OverridesParser.create(loader).parse_overrides([*params, *config.hydra.overrides.task])
         hydra_edge.pin(config, [o.key_or_group for o in overrides if not o.is_sweep_override()])
+        if theirs:  # they choose their cells as they go; each is validated when it starts
+            _begin(config)
+            return
         # Hydra runs cells in the order in which this makes them.
         split = partial(_split, _split_by_hydra(BasicSweeper))
         BasicSweeper.split_arguments = staticmethod(split)
@@ -362,3 +391,6 @@ def _refuse(composed: DictConfig, where: str, elsewhere: bool = False) -> None:
         return  # uses a value that only a started job has, such as ${hydra:runtime.output_dir}; validated then
     except ConfigError as error:
         _usage(f"{where}{error}")
+
+
+hydra_edge.register_resolvers()  # for processes that run cells without the command line: other launchers'

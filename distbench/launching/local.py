@@ -63,6 +63,9 @@ def warm_up() -> None:
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # a line for every window otherwise
+    if multiprocessing.get_start_method(allow_none=True) not in {None, *multiprocessing.get_all_start_methods()}:
+        # A worker of joblib's: its children would look for a method that only its workers know.
+        multiprocessing.set_start_method("forkserver", force=True)
     multiprocessing.set_forkserver_preload(["distbench.launching.preload"])
     with ignored(requests()):  # which what is started here inherits: a scheduler's signals reach every process
         multiprocessing.forkserver.ensure_running()
