@@ -8,6 +8,7 @@ import math
 import re
 import shlex
 from functools import cache
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -417,7 +418,8 @@ def test_every_recipe_composes_and_says_what_it_asks(recipe: str) -> None:
 SELF_EXPLAINING = re.compile(
     r"^\s*(name|lr|eps|betas|momentum|nesterov|weight_decay|warmup_steps|num_layers|hidden_dim|seq_len|vocab_size|"
     r"input_shape|target_shape|init_scale|growth_factor|backoff_factor|growth_interval|scaler|seed|logging|classes|"
-    r"min_num_params|backward|final|min_lr_ratio|_target_|kwargs|enabled|threads_per_rank|timeout_s):"
+    r"min_num_params|backward|final|min_lr_ratio|_target_|kwargs|enabled|threads_per_rank|timeout_s|"
+    r"partition|account|qos|constraint|exclude|gpus_per_node):"
 )
 
 
