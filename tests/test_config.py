@@ -7,8 +7,8 @@ import json
 import math
 import re
 import shlex
-from functools import cache
 from dataclasses import asdict, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
