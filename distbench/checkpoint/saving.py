@@ -222,7 +222,10 @@ class InBackground:
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """What a run that died has left half-written."""
-    for folder in checkpoints.glob(UNFINISHED):
+    """What a run that died has left half-written: checkpoints, and the file that was to become `latest`."""
+    for left in checkpoints.glob(".*.tmp"):
         with suppress(OSError):
-            shutil.rmtree(folder)
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            else:
+                left.unlink()

@@ -272,8 +272,9 @@ def test_what_a_run_left_half_written_is_removed(tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / ".step_00000003.tmp"
     left.mkdir(parents=True)
     (left / "share_00001.json").write_text("{}")
+    (latest := left.parent / ".latest.9yna7cdk.tmp").touch()
     keeper_of(ONE_PROCESS, background("single"), tmp_path)
-    assert not left.exists()
+    assert not left.exists() and not latest.exists()
 
 
 def test_memory_for_the_copies_is_kept(tmp_path: Path) -> None:
