@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distbench.checkpoint.attributes import attributes_of
 from distbench.config import Config, batch_shape, not_applicable
 from distbench.config import Fault as FaultConfig
 from distbench.data.batches import SampleAddressedBatches, build_source
@@ -78,6 +79,7 @@ def build_trainer(config: Config, world: World) -> tuple[Trainer, dict[str, Any]
         seed=config.seed.model,
     )
     fault.install(trainer)
+    trainer.initial = attributes_of(trainer).initial()
     facts = {"model": plain, "initial_weights": start, "units": rows, "wrapper": strategy.facts(module)}
     return trainer, facts
 

@@ -335,6 +335,8 @@ def pass_and_train(
     trainer.asked_to_stop = lambda: False  # what is left is short
     beat("writing")
     state = trainer.strategy.full_state(trainer.module) if config.checkpoint.final else None
+    if state is not None:
+        keeper.tell_what_is_not_kept()
     checkpoint = save_model(folder, trainer.step, state) if log and state is not None else None
     del state  # a whole model, which would count as memory of the tracked steps
     window = window_sections(

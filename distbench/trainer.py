@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from distbench.launching.world import World
 from distbench.losses import LossFunction
 from distbench.precision import PrecisionPolicy, Scaler
 from distbench.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from distbench.checkpoint.attributes import Initial
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,8 @@ class Trainer:
     """Whether any rank was: known to all after the same step."""
     step: int = 0
     """Optimizer steps done."""
+    initial: Initial | None = None
+    """Which attributes and buffers there were before the first one: checkpoints know those that training makes."""
 
     def run(self, until: int) -> None:
         """Train until `until` optimizer steps are done."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -190,6 +192,106 @@ class Hidden(Plain):
             y = block(x)
             x = y if random.random() < 0.5 else x + 0.5 * y
         return self.head(x) * float(np.random.rand())
+
+
+class Keeps(Plain):
+    """Keeps state in plain attributes of every kind that checkpoints know, and makes some of it in its fourth forward."""
+
+    best: float | None = None
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        self.calls, self.temperature, self.huge, self.odd = 0, 1, 2**70, "na\u00efve\udcff"
+        self.mean = torch.zeros(features)
+        self.history = [0.0]
+        self.nested = {
+            "a": [1, (2.5, None, self.mean)],
+            3: torch.ones((), dtype=torch.float64),
+            ("k", True): float("inf"),
+        }
+        self.generator = torch.Generator().manual_seed(3 + int(os.environ.get("RANK", 0)))
+        self.turned = torch.randn(features, features, generator=self.generator).t()
+        self.parts = [self.head, self.head.weight]
+        self.weight_view = self.head.weight.detach()
+        self.blocks[0].seen = self.history
+        history = self.history
+        self.blocks[1].register_forward_hook(lambda module, args, y: y * (1 + history[-1]))
+        self.unseen = nn.functional.gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_meta:
+            return super().forward(x)
+        self.calls += 1
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * x.float().mean(0)
+            self.nested["a"][1][2].add_(self.mean)
+            self.nested[3] += 0.125
+            self.turned.mul_(1.01)
+            noise = torch.randn(x.shape, generator=self.generator)
+        self.blocks[0].seen.append(self.history[-1] * 0.5 + 0.1)
+        if self.calls == 4:
+            self.register_buffer("late", torch.full(x.shape[1:], 0.5))
+            self.made, self.best, self.temperature = {"since": [self.calls]}, 8.0, 0.625
+        if self.calls >= 4:
+            self.late.mul_(0.9)
+            self.made["since"][0] += 1
+            x = x + self.late.to(x.dtype) + self.made["since"][0] / self.best
+        own = self.mean + self.nested["a"][1][2] + self.nested[3].float() + 0.1 * noise
+        x = (x + own.to(x.dtype)) @ self.turned.to(x.dtype)
+        return self.parts[0](super().forward(x / x.norm())) * self.temperature
+
+
+class Forgets(Plain):
+    """Its state is an object that checkpoints do not know; beside it are some that do not change."""
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        self.constant, self.call, self.lock = random.Random(1), (lambda: None), threading.Lock()
+        self.draws = random.Random(2)
+        self.blocks[0].long = [0.0] * 100_001
+        self.blocks[1].long = [0.0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            self.blocks[1].long.extend([0.0] * 100_001)
+        return super().forward(x) * self.draws.random()
+
+
+class Extra(Plain):
+    """One block has extra state that is a tensor, the model one of another kind."""
+
+    def __init__(self, kind: str = "set", features: int = FEATURES) -> None:
+        super().__init__(features)
+        self.kind = kind
+        self.blocks[0] = ExtraBlock(features)
+
+    def get_extra_state(self) -> object:
+        return {"none": None, "bytes": io.BytesIO(b"abc"), "dict": {"n": 1}, "set": {1, 2}, "object": self.head}[
+            self.kind
+        ]
+
+    def set_extra_state(self, state: object) -> None:
+        raise AssertionError("nobody has kept it")
+
+
+class ExtraBlock(Block):
+    """Block, counting where nobody sees it."""
+
+    __slots__ = ("count",)
+
+    def __init__(self, features: int = FEATURES) -> None:
+        super().__init__(features)
+        self.count = torch.arange(3, dtype=torch.int64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + (not x.is_meta)
+        return super().forward(x) * (1 + 1 / float(self.count[0] + 1))
+
+    def get_extra_state(self) -> Tensor:
+        return self.count
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.count = state
 
 
 class Lopsided(nn.Module):

@@ -7,9 +7,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from distbench.checkpoint import lock
+from distbench.checkpoint.attributes import Watch, attributes_of
 from distbench.checkpoint.manifest import MANIFEST, MODEL, complete, step_of
 from distbench.checkpoint.saving import InBackground, Save, Staging, remove_unfinished, save_together
 from distbench.checkpoint.sharded import begin
@@ -18,6 +19,7 @@ from distbench.config import Config, OnError, to_container
 from distbench.errors import CheckpointError
 from distbench.runs.files import write_atomic
 from distbench.runs.folder import RunFolder
+from distbench.strategies.extra_state import extra_states
 from distbench.trainer import Trainer
 
 LATEST = "latest"
@@ -40,6 +42,9 @@ class Keeper:
         self._unnoted: InBackground | None = None
         """The same, until the record says that it is there."""
         self._times = {"saves": 0, "blocked_seconds": 0.0, "waited_seconds": 0.0}
+        self._not_kept: list[str] = []
+        """What checkpoints do not hold and a resumed run may lack, in sentences."""
+        self._watch = Watch(attributes_of(trainer)) if self._leads and self.options.every is not None else None
         if self.options.async_:
             trainer.optimizer.register_step_pre_hook(self._before_update)
         self._lock: TextIO | None = None
@@ -100,6 +105,7 @@ class Keeper:
         began = time.perf_counter()
         try:
             save = begin(self.trainer, self.folder.checkpoints, {"config": to_container(self.config)})
+            self.tell_what_is_not_kept()
             if self.options.async_:
                 self._pending = self._unnoted = InBackground(save, self._staging, lambda: self._committed(save))
             else:
@@ -162,10 +168,32 @@ class Keeper:
             save, self._unnoted = self._unnoted.save, None
             self._say(save)
 
+    def tell_what_is_not_kept(self) -> None:
+        """Once each: what has changed and is of a kind that checkpoints do not hold, and extra state that is no tensor.
+        Not a collective."""
+        if not self._leads:
+            return
+        new = self._watch.changed(attributes_of(self.trainer)) if self._watch is not None else []
+        _, others = extra_states(self.trainer.module, self.trainer.strategy.canonical_name)
+        extra = [f"{name} is no tensor and is not kept, nor is it in {MODEL}" for name in others]
+        new += [sentence for sentence in extra if sentence not in self._not_kept]
+        self._not_kept += new
+        for sentence in new:
+            print(f"distbench: note: {sentence}", file=self.console or sys.stderr, flush=True)
+        if new:
+            self.folder.update_record(saving=self._saving)
+
+    @property
+    def _saving(self) -> dict[str, Any]:
+        """A section of the record."""
+        return {**self._times, "not_kept": self._not_kept}
+
     def _say(self, save: Save) -> None:
         if self._leads:
             self.folder.update_record(
-                last_checkpoint=str(save.final.relative_to(self.folder.path)), checkpoint_error=None, saving=self._times
+                last_checkpoint=str(save.final.relative_to(self.folder.path)),
+                checkpoint_error=None,
+                saving=self._saving,
             )
 
     def _failed(self, step: int, error: CheckpointError) -> None:

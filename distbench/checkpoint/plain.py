@@ -7,13 +7,14 @@ from collections.abc import Callable
 from torch import nn
 
 from distbench.strategies import torch_fsdp1
+from distbench.strategies.extra_state import extra_states
 
 FSDP1_MARKS = ("_is_fsdp_", "_fsdp_")
 """How the attributes begin that FullyShardedDataParallel leaves on the modules in it (seen in torch 2.13)."""
 
 
 def persistent_buffers(module: nn.Module, canonical: Callable[[str], str]) -> list[str]:
-    """Buffers in the state dict, by every name that they have there.
+    """Buffers in the state dict, and extra state that is a tensor, by every name that they have there.
 
     The only place that reads `nn.Module._non_persistent_buffers_set` (seen in torch 2.13): of a sharded module the state
     dict itself would have to be gathered.
@@ -23,7 +24,7 @@ def persistent_buffers(module: nn.Module, canonical: Callable[[str], str]) -> li
         owner, _, key = name.rpartition(".")
         if key not in module.get_submodule(owner)._non_persistent_buffers_set:
             found.append(canonical(name))
-    return found
+    return found + sorted(extra_states(module, canonical)[0])
 
 
 def aliases(module: nn.Module, canonical: Callable[[str], str]) -> dict[str, str]:

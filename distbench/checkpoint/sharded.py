@@ -17,16 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from distbench.checkpoint.attributes import ODD_WORDS, Attributes, Kept, attributes_of
 from distbench.checkpoint.format import DTYPES, Form
-from distbench.checkpoint.plain import FSDP1_MARKS, aliases, persistent_buffers
+from distbench.checkpoint.plain import aliases, persistent_buffers
 from distbench.checkpoint.saving import Save, agree, save_together
 from distbench.checkpoint.shards import PIECES, RANK, STEP, Shards, Target
-from distbench.checkpoint.state import SCHEMA, Plain, RankState, TrainState, read_state
+from distbench.checkpoint.state import SCHEMA, RankState, TrainState, read_state
 from distbench.checkpoint.tensors import dtype_of, form_of, memory
 from distbench.errors import CheckpointError
 from distbench.numerics.buffers import set_buffers
-from distbench.numerics.state import plain_attributes, set_schedule
+from distbench.numerics.state import set_schedule
+from distbench.runs.files import parse_json
 from distbench.runs.text import detail, plain
+from distbench.strategies import extra_state
+from distbench.strategies.extra_state import extra_states
 from distbench.strategies.slots import Slot
 from distbench.trainer import Trainer
 
@@ -69,7 +73,11 @@ def _collect(trainer: Trainer, checkpoints: Path, facts: dict[str, Any]) -> Save
         pieces[name] = [start, list(shape)]
     canonical = trainer.strategy.canonical_name
     tensors.update({f"B/{canonical(name)}": buffer.detach() for name, buffer in trainer.module.named_buffers()})
+    tensors.update({f"B/{name}": state.detach() for name, state in extra_states(trainer.module, canonical)[0].items()})
     tensors.update({f"R/{name}": state for name, state in _generators(trainer).items()})
+    attributes = attributes_of(trainer)
+    kept = attributes.collect(trainer.initial)
+    tensors.update(_attribute_tensors(trainer, attributes, kept))
     return Save(
         checkpoints=checkpoints,
         step=trainer.step,
@@ -77,7 +85,7 @@ def _collect(trainer: Trainer, checkpoints: Path, facts: dict[str, Any]) -> Save
         size=trainer.world.size,
         tensors=tensors,
         metadata={PIECES: json.dumps(pieces), STEP: str(trainer.step), RANK: str(trainer.world.rank)},
-        own=_rank_state(trainer),
+        own=_rank_state(kept),
         shared={
             "schema": SCHEMA,
             "step": trainer.step,
@@ -134,30 +142,34 @@ def _generators(trainer: Trainer) -> dict[str, Tensor]:
     return found
 
 
-def _rank_state(trainer: Trainer) -> dict[str, Any]:
+def _rank_state(kept: Kept) -> dict[str, Any]:
     """What a rank keeps outside of tensors."""
     algorithm, keys, *rest = np.random.get_state(legacy=True)
     return {
-        "attributes": _attributes(trainer),
+        "attributes": kept.plain,
         "python_random": random.getstate(),
         "numpy_random": [algorithm, np.asarray(keys).tolist(), *rest],
     }
 
 
-def _attributes(trainer: Trainer) -> dict[str, dict[str, Plain]]:
-    """Plain attributes of the user's modules, by the plain model's names."""
-    names = {id(module): name for name, module in _modules(trainer).items()}
-    return {
-        names[id(module)]: {name: value for name, value in values.items() if not name.startswith(FSDP1_MARKS)}
-        for module, values in plain_attributes(trainer.module)
-        if id(module) in names
-    }
+TREE = "tree"
+"""Key of what says what the tensors under `A/` are, as JSON: with many ranks it may be more than train_state.json holds."""
 
 
-def _modules(trainer: Trainer) -> dict[str, nn.Module]:
-    """By the plain model's names; of a wrapper and what it wraps, the wrapped."""
-    canonical = trainer.strategy.canonical_name
-    return {canonical(f"{name}.").rstrip("."): module for name, module in trainer.module.named_modules()}
+def _attribute_tensors(trainer: Trainer, attributes: Attributes, kept: Kept) -> dict[str, Tensor]:
+    """Attributes that are more than a number or a word, and what training has made that was not there in the beginning."""
+    made: dict[str, Any] = {"attributes": {}, "buffers": []}
+    if (initial := trainer.initial) is not None:
+        buffers = {trainer.strategy.canonical_name(name) for name, _ in trainer.module.named_buffers()}
+        made["buffers"] = sorted(buffers - initial.buffers)
+        for name, keys in kept.names.items():
+            if new := sorted(keys - initial.names.get(name, frozenset())):
+                made["attributes"][name] = new
+    if not (kept.trees or made["attributes"] or made["buffers"]):
+        return {}
+    text = json.dumps({"values": kept.trees, "made": made}, separators=(",", ":"), allow_nan=False).encode()
+    tree = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return {f"A/{key}": tensor for key, tensor in {**kept.tensors, TREE: tree}.items()}
 
 
 def _parameters(slots: list[Slot]) -> dict[str, Form]:
@@ -290,16 +302,22 @@ class _Rest:
         rank = trainer.world.rank
         self._own = state.ranks[rank if rank < len(state.ranks) else 0]
         self._buffers = _tensors(shards.read_own(rank, "B/"))
+        self._attributes = attributes_of(trainer)
+        self._kept, self._made = self._read_attributes(shards)
+        self._extra = {name: self._buffers.pop(name) for name in list(self._buffers) if _is_extra(name)}
         self._check_buffers(shards.folder)
-        self._check_attributes(shards.folder)
         self._generators = self._checked_generators(shards)
 
     def put(self) -> None:
         trainer, state, own = self._trainer, self._state, self._own
         set_buffers(trainer.module, self._buffers, trainer.strategy.canonical_name)
-        modules = _modules(trainer)
-        for name, values in own.attributes.items():
-            vars(modules[name]).update(values)
+        for name in self._new_buffers:
+            owner, _, key = name.rpartition(".")
+            buffer = self._buffers[name].to(trainer.world.device)
+            self._attributes.everything[owner].register_buffer(key, buffer, persistent=name in state.buffers)
+        for name, value in self._extra.items():
+            self._set_extra(self._attributes.everything[_owner(name)], value)
+        self._attributes.put(self._kept, trainer.initial or self._attributes.initial(), trainer.world.device)
         random.setstate(own.python_random)
         np.random.set_state(_numpy_state(own))
         torch.set_rng_state(self._generators["torch"])
@@ -311,25 +329,52 @@ class _Rest:
             trainer.scaler.scale, trainer.scaler.good_steps = state.scale, state.good_steps
 
     def _check_buffers(self, folder: Path) -> None:
-        canonical = self._trainer.strategy.canonical_name
+        """One that is on one side only must have been made by training, there or here."""
+        canonical, initial = self._trainer.strategy.canonical_name, self._trainer.initial
+        here = {canonical(name) for name, _ in self._trainer.module.named_buffers(remove_duplicate=False)}
         for name, _ in self._trainer.module.named_buffers():
-            if canonical(name) not in self._buffers:
-                raise CheckpointError(f"{folder} has no buffer {canonical(name)}, which the model has")
+            name = canonical(name)
+            if name not in self._buffers and (initial is None or name in initial.buffers):
+                raise CheckpointError(f"{folder} has no buffer {name}, which the model has")
+        self._new_buffers = sorted(self._buffers.keys() - here)
+        for name in self._new_buffers:
+            owner, _, key = name.rpartition(".")
+            module = self._attributes.everything.get(owner)
+            if name not in self._made["buffers"] or module is None or not key or hasattr(module, key):
+                raise CheckpointError(f"{folder} has buffer {detail(plain(name))}, which the model has not")
 
-    def _check_attributes(self, folder: Path) -> None:
-        """They replace what would have been written, and nothing else: the same attribute of the same module, by a value of
-        the same type."""
-        here = _attributes(self._trainer)
-        for module, values in self._own.attributes.items():
+        for name in self._extra:
+            if (
+                type(self._attributes.everything.get(_owner(name), nn.Module())).get_extra_state
+                is nn.Module.get_extra_state
+            ):
+                raise CheckpointError(f"{folder} has {detail(plain(name))}, which the model has not")
+
+    @staticmethod
+    def _set_extra(module: nn.Module, value: Tensor) -> None:
+        if type(module).set_extra_state is not nn.Module.set_extra_state:
+            now = module.get_extra_state()
+            module.set_extra_state(value.to(now.device) if isinstance(now, Tensor) else value)
+
+    def _read_attributes(self, shards: Shards) -> tuple[Kept, dict[str, Any]]:
+        """They replace attributes of the same module and name, whatever their kind, or are new where training has made
+        them."""
+        folder, own = shards.folder, self._own.attributes
+        tensors = _tensors(shards.read_own(self._trainer.world.rank, "A/"))
+        for module, values in own.items():
+            here = self._attributes.of(module) if module in self._attributes.modules else {}
             for name, value in values.items():
-                known = here.get(module, {}).get(name)
-                if type(known) is float and value in ("nan", "inf", "-inf"):
-                    values[name] = value = float(value)  # JSON has no such numbers
-                if known is None or type(value) is not type(known):
-                    raise CheckpointError(
-                        f"{folder} is of another model: attribute {detail(repr(name))} of module "
-                        f"{detail(repr(module))} is {detail(repr(value))}, the model's is {detail(repr(known))}"
-                    )
+                if type(here.get(name)) is float and value in ODD_WORDS:
+                    values[name] = float(value)  # before there were trees JSON had to say it
+        tree: dict[str, Any] = {"values": {}, "made": {"attributes": {}, "buffers": []}}
+        try:
+            if (text := tensors.pop(TREE, None)) is not None:
+                tree = _checked_tree(parse_json(memory(text).tobytes()))
+            kept = Kept(own, tree["values"], tensors)
+            self._attributes.check(kept, tree["made"]["attributes"])
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{folder} is of another model, or damaged: {detail(error)}") from error
+        return kept, tree["made"]
 
     def _checked_generators(self, shards: Shards) -> dict[str, Tensor]:
         """Tried on generators that nobody uses."""
@@ -346,6 +391,28 @@ class _Rest:
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{shards.folder} is damaged: random state: {detail(error)}") from error
         return found
+
+
+def _is_extra(name: str) -> bool:
+    return name.rpartition(".")[2] == extra_state.KEY
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _checked_tree(tree: Any) -> dict[str, Any]:
+    """Raises ValueError where it is not made as `_attribute_tensors` makes it; what the values are is checked later."""
+    match tree:
+        case {"values": dict(values), "made": {"attributes": dict(attributes), "buffers": list(buffers)}}:
+            words = [*buffers, *(word for words in attributes.values() for word in _list(words))]
+            if all(isinstance(word, str) for word in words) and all(isinstance(v, dict) for v in values.values()):
+                return tree
+    raise ValueError("its attributes are no tree")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [None]
 
 
 def _numpy_state(own: RankState) -> tuple[str, np.ndarray[Any, Any], int, int, float]:

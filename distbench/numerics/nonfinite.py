@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from distbench.checkpoint.attributes import attributes_of
 from distbench.checkpoint.manifest import complete
 from distbench.config import Config, OnNonfinite
 from distbench.data.batches import Batch
@@ -29,7 +30,7 @@ from distbench.errors import NonFiniteError
 from distbench.numerics.baseline import Baseline
 from distbench.numerics.buffers import set_buffers
 from distbench.numerics.cache import BaselineEntry
-from distbench.numerics.state import load_state, plain_attributes, restore, snapshot
+from distbench.numerics.state import load_state, restore, snapshot
 from distbench.precision import NAMES
 from distbench.runs.files import write_atomic
 from distbench.runs.folder import RunFolder, read_record
@@ -260,7 +261,7 @@ def find(
 ) -> tuple[Cause | None, list[int] | None, list[int]]:
     """The first cause on any rank, the ranks that have the same, and all that saw one. A collective.
 
-    Runs the step again, but for the optimizer: with the random state it had, and with the buffers and plain attributes
+    Runs the step again, but for the optimizer: with the random state it had, and with the buffers and attributes
     that it left, which are put back. `in_forward`: the loss is not finite; otherwise the gradient is not.
     """
     world = trainer.world
@@ -285,7 +286,7 @@ def _run_again(
     and goes all the way."""
     module, strategy = trainer.module, trainer.strategy
     buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    attributes = plain_attributes(module)
+    attributes = attributes_of(trainer).collect().copy()
     gradients = [
         (p, p.grad, strategy.local(p.grad).clone() if keep_gradients and p.grad is not None else None)
         for p in module.parameters()
@@ -310,8 +311,7 @@ def _run_again(
                     cause = _odd_inputs(trainer, index, batch) or _in_backward(calls, index, batch, made[0])
     summed = None if in_forward else _in_sum(trainer)
     set_buffers(module, buffers)
-    for owner, plain in attributes:
-        vars(owner).update(plain)
+    attributes_of(trainer).put(attributes)
     trainer.optimizer.zero_grad(set_to_none=True)
     if keep_gradients:
         # The very tensors: clipping still holds them. Their memory may have been used, as a view of DDP's bucket.

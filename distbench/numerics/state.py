@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from distbench.checkpoint.attributes import Kept, attributes_of
 from distbench.numerics.baseline import Baseline
 from distbench.numerics.buffers import set_buffers, stored_buffers
 from distbench.trainer import Trainer
@@ -19,7 +20,7 @@ class Snapshot:
     step: int
     parameters: list[Tensor]
     buffers: dict[str, Tensor]
-    attributes: list[tuple[nn.Module, dict[str, Any]]]
+    attributes: Kept
     optimizer: list[dict[str, Any]]
     schedule: dict[str, Any]
     learning_rates: list[float]
@@ -35,7 +36,7 @@ def snapshot(trainer: Trainer) -> Snapshot:
         step=trainer.step,
         parameters=[local(p.detach()).clone() for p in trainer.module.parameters()],
         buffers={name: buffer.detach().clone() for name, buffer in trainer.module.named_buffers()},
-        attributes=plain_attributes(trainer.module),
+        attributes=attributes_of(trainer).collect().copy(),
         optimizer=[
             {
                 key: local(value).clone() if isinstance(value, Tensor) else copy.copy(value)
@@ -50,13 +51,6 @@ def snapshot(trainer: Trainer) -> Snapshot:
     )
 
 
-def plain_attributes(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Counters and flags that the user's modules keep outside of buffers; wrappers' own are left alone."""
-    own = [m for m in model.modules() if not all(c.__module__.startswith("torch.") for c in type(m).__mro__[:-1])]
-    plain = (int, float, bool, str)
-    return [(module, {k: v for k, v in vars(module).items() if isinstance(v, plain)}) for module in own]
-
-
 @torch.no_grad()
 def restore(trainer: Trainer, saved: Snapshot) -> None:
     """Back to a snapshot of the same trainer."""
@@ -65,8 +59,7 @@ def restore(trainer: Trainer, saved: Snapshot) -> None:
     for parameter, value in zip(trainer.module.parameters(), saved.parameters, strict=True):
         local(parameter.detach()).copy_(value)
     set_buffers(trainer.module, saved.buffers)
-    for module, attributes in saved.attributes:
-        vars(module).update(attributes)
+    attributes_of(trainer).put(saved.attributes)
     held = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     for parameter, values in zip(held, saved.optimizer, strict=True):
         if not values:

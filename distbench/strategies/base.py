@@ -16,6 +16,7 @@ from distbench.launching.world import World
 from distbench.measure.traffic import Traffic
 from distbench.numerics.bounds import Reduction
 from distbench.precision import CastParameters, PrecisionPolicy
+from distbench.strategies.extra_state import tensors_only
 from distbench.strategies.slots import Slot
 
 CAST_PREFIX = "_cast_module."
@@ -102,14 +103,16 @@ class Strategy(ABC):
         return name.replace(CAST_PREFIX, "")
 
     def full_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """The plain model's whole state dict, on CPU, on rank 0 (empty elsewhere). A collective."""
+        """The plain model's whole state dict, on CPU, on rank 0 (empty elsewhere), without extra state that is no tensor. A
+        collective."""
         # On CPU every rank gathers the model: offloading what is on CPU already made FSDP1 read freed memory and crash
         # (torch 2.13, Gloo, StateDictOptions(cpu_offload=True)).
         options = StateDictOptions(full_state_dict=True, cpu_offload=self.world.device.type != "cpu")
-        state = get_model_state_dict(module, options=options)
+        with tensors_only(module):
+            state = get_model_state_dict(module, options=options)
         if self.world.rank != 0:
             return {}
-        return {self.canonical_name(name): value for name, value in state.items()}
+        return {self.canonical_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
 
     @property
     def hidden_kind(self) -> str:

@@ -36,7 +36,7 @@ MODELS = {
     "bf16": lambda strategy: small(strategy, precision="bf16", optimizer=ADAMW),
     **{
         name: lambda strategy, name=name: custom(name, strategy, optimizer=ADAMW)
-        for name in ("Tied", "TiedBlocks", "Normed", "ManyBuffers", "Transposed")
+        for name in ("Tied", "TiedBlocks", "Normed", "ManyBuffers", "Transposed", "Extra")
     },
 }
 NOT_FOR = {"Transposed": ("ddp", "fsdp"), "ManyBuffers": ("ddp",)}
@@ -85,7 +85,10 @@ def test_it_is_the_file_that_the_run_writes(ranks: int, case: str, root: Path, t
     written = folder / "whole" / "checkpoints" / "step_00000002" / MODEL
     assert (tmp_path / "exported").read_bytes() == written.read_bytes() and size == written.stat().st_size
     plain = build_model(cases(ranks)[case].model, seed=99)
-    plain.load_state_dict(load_file(tmp_path / "exported"), strict=True)
+    loaded = load_file(tmp_path / "exported")
+    missing = plain.load_state_dict(loaded, strict=not case.endswith("Extra")).missing_keys
+    assert missing == (["_extra_state"] if case.endswith("Extra") else []), "what is no tensor"
+    assert ("blocks.0._extra_state" in loaded) == case.endswith("Extra")
     assert [path.name for path in tmp_path.iterdir()] == ["exported"]
 
 
