@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from distbench.errors import RunFolderError, SummaryError
+from distbench.checkpoint.manifest import MANIFEST, MODEL
+from distbench.checkpoint.state import STATE
+from distbench.errors import CheckpointError, OutputError, RunFolderError, SummaryError
+from distbench.export import export
 from distbench.numerics.compare import Progress, compare_files
 from distbench.numerics.summary import Summary
 from distbench.numerics.summary_difference import LIKELY, RELATIVE_ERROR
@@ -157,8 +162,10 @@ def diff(
     weights = None
     for pair in _pairs("weights", a.weights, b.weights, step, notes, every=False):
         order = gradients[0].order if gradients else []
-        comparison = compare_files(a.weights[pair[0]], b.weights[pair[1]], progress=progress)
-        weights = exact_rows("weights", pair, comparison, tolerance, order)
+        with _whole(a.weights[pair[0]], notes) as in_a, _whole(b.weights[pair[1]], notes) as in_b:
+            if in_a is not None and in_b is not None:
+                comparison = compare_files(in_a, in_b, progress=progress)
+                weights = exact_rows("weights", pair, comparison, tolerance, order)
     if losses is None and not gradients and weights is None:
         raise RunFolderError(_nothing_in_common(a, b, step, notes))
     parts = [*gradients, *([] if weights is None else [weights])]
@@ -172,6 +179,26 @@ def diff(
 
 
 # --- what belongs together
+
+
+@contextmanager
+def _whole(path: Path, notes: list[str]) -> Iterator[Path | None]:
+    """Where a side's weights are whole: of a checkpoint that has only what its ranks wrote, in a temporary file. None, and a
+    note, where they cannot be put together."""
+    ours = any((path / name).is_file() for name in (MANIFEST, STATE))
+    if not ours or not any(path.glob("rank_*.safetensors")):
+        yield path
+    elif (path / MODEL).is_file():
+        yield path / MODEL
+    else:
+        with TemporaryDirectory(prefix="distbench-diff-") as folder:
+            file: Path | None = Path(folder) / MODEL
+            try:
+                export(path, Path(folder) / MODEL)
+            except (CheckpointError, OutputError) as error:
+                notes.append(f"weights: not compared, as {path} has no {MODEL} and its shards give none: {error}")
+                file = None
+            yield file
 
 
 def _gradient_steps(side: Side) -> dict[int | None, Path]:

@@ -17,14 +17,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distbench.config import Seeds
 from distbench.errors import DistbenchError, RunFolderError, SummaryError, TensorFileError
+from distbench.export import export
 from distbench.numerics.shards import Shard
 from distbench.numerics.summary import Summary, summarize
 from distbench.runs.diff import Diff, diff, to_json
 from distbench.runs.diff_rows import Row, estimated_rows
 from distbench.runs.files import strict
 from distbench.runs.sides import read_gate, read_losses, settings
+from tests.checkpoint.test_sharded import ADAMW, save_after
+from tests.configs import small
+from tests.distributed import run_distributed
 from tests.runs.folders import NAMES, gradients, make_run, summary, usual_run
+from tests.steps import ONE_PROCESS
 
 Change = Callable[[dict[str, Tensor]], Any]
 
@@ -579,3 +585,40 @@ def test_empty_parameters(tmp_path: Path) -> None:
     replace(empty).save(tmp_path / "b.safetensors")
     assert not diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors").differs
     assert Summary.load(tmp_path / "a.safetensors")["w"].complete
+
+
+# --- checkpoints of which there is no plain model
+
+
+def sharded(root: Path, strategy: str, ranks: int, seed: int = 1) -> Path:
+    """A run with losses, gradients and a checkpoint that its ranks wrote, and no `model.safetensors`."""
+    config = small(strategy, optimizer=ADAMW, steps=4, global_batch=12, seed=Seeds(model=seed, data=2))
+    run = make_run(root, losses=[2.0, 1.5], grads={1: gradients(1)})
+    if ranks == 1:
+        save_after(ONE_PROCESS, config, root / "checkpoints")
+    else:
+        run_distributed(save_after, ranks, config, root / "checkpoints")
+    return run
+
+
+def test_weights_are_gathered_from_shards(tmp_path: Path) -> None:
+    a, b = sharded(tmp_path / "a", "fsdp2", 2), sharded(tmp_path / "b", "fsdp", 2)
+    found = diff(a, b)
+    assert found.verdict() == "EQUAL bit for bit: losses, gradients, weights" and found.weights is not None
+    assert {row.name for row in found.weights.rows} >= {"layers.0.attn.weight"} and not found.weights.only_a
+    other = sharded(tmp_path / "c", "single", 1, seed=3)
+    assert diff(other, b).weights.differs
+    checkpoints = [path / "checkpoints" / "step_00000002" for path in (a, b)]
+    assert diff(*checkpoints).verdict() == "EQUAL bit for bit: weights", "named themselves, too"
+    export(checkpoints[0], checkpoints[0] / "model.safetensors")
+    assert diff(a, b).verdict() == "EQUAL bit for bit: losses, gradients, weights"
+    assert diff(*checkpoints).verdict() == "EQUAL bit for bit: weights"
+
+
+@pytest.mark.parametrize("damage", ["manifest.json", "rank_00001.safetensors"])
+def test_the_rest_is_compared_where_they_cannot_be(tmp_path: Path, damage: str) -> None:
+    a, b = sharded(tmp_path / "a", "fsdp2", 2), sharded(tmp_path / "b", "ddp", 2)
+    (a / "checkpoints" / "step_00000002" / damage).unlink()
+    found = diff(a, b)
+    assert found.verdict() == "EQUAL bit for bit: losses, gradients" and found.weights is None
+    assert any("weights: not compared" in note and f"{damage} is missing" in note for note in found.notes)
