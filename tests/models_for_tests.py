@@ -374,7 +374,8 @@ class Unspeakable(Exception):
 
 
 class GoesWrong(Plain):
-    """One rank (-1: all) does not come back from its `at`-th forward as it should; only once, where `once` names a file to say so."""
+    """One rank (-1: all) does not come back from its `at`-th forward as it should; only once, where `once` names a file to
+    say so."""
 
     def __init__(self, how: str, at: int = 12, rank: int = 1, once: str | None = None) -> None:
         super().__init__()

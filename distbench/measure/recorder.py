@@ -4,12 +4,14 @@ adds nothing measurable to a step for it, where a full CPU profile costs one to 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distbench.measure.intervals import Interval
 
@@ -80,7 +82,11 @@ class ScopeRecorder:
         _enable_profiler(config, cpu, {torch._C._profiler.RecordScope.USER_SCOPE})
 
     def stop(self, trace: Path | None = None) -> Recording:
-        """End the recording; `trace`: also keep it as a Chrome trace, for Perfetto."""
+        """End the recording; `trace`: also keep it as a Chrome trace, for Perfetto and HolisticTraceAnalysis."""
+        if trace is not None and self._public is None and dist.is_initialized():
+            # As the public profiler does: who reads several traces tells their ranks apart by it.
+            ranks = {"backend": dist.get_backend(), "rank": dist.get_rank(), "world_size": dist.get_world_size()}
+            torch.autograd._add_metadata_json("distributedInfo", json.dumps(ranks))
         if self._public is not None:
             self._public.__exit__(None, None, None)
             results = self._public.profiler.kineto_results

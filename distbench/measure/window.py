@@ -155,7 +155,7 @@ class Window:
             for meter in self.memory:
                 meter.stop()
             after = network.bytes_sent()
-            trace = self.traces / f"rank{world.rank}.window{number}.pt.trace.json" if self.traces else None
+            trace = self.traces / f"window{number}" / f"rank{world.rank}.pt.trace.json" if self.traces else None
             recording = recorder.stop(trace)
             entries, reason = flight.read(before)
             world.barrier()

@@ -81,10 +81,12 @@ def test_the_kinds_of_memory_add_up_to_the_peak(sweep: Finished, strategy: str) 
 
 def test_traces_are_there_for_every_rank_and_window(sweep: Finished) -> None:
     run, _ = record(sweep, "fsdp2", "default")
-    traces = sorted(path.name for path in (run / "traces").iterdir())
-    assert traces == ["rank0.window0.pt.trace.json", "rank1.window0.pt.trace.json"]
-    events = json.loads((run / "traces" / traces[0]).read_text())["traceEvents"]
-    assert {"distbench.forward", "gloo:all_gather"} <= {event.get("name") for event in events}
+    traces = sorted((run / "traces" / "window0").iterdir())
+    assert [path.name for path in traces] == ["rank0.pt.trace.json", "rank1.pt.trace.json"]
+    for rank, path in enumerate(traces):
+        tree = json.loads(path.read_text())
+        assert {"distbench.forward", "gloo:all_gather"} <= {event.get("name") for event in tree["traceEvents"]}
+        assert tree["distributedInfo"] == {"backend": "gloo", "rank": rank, "world_size": 2}
 
 
 def test_without_a_window_the_record_says_why(sweep: Finished, tmp_path: Path) -> None:
