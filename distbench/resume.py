@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{odd} does not go with resume={path}: one run is resumed, with KEY=VALUE beside it")
     if group := next((word for word in words if word.partition("=")[0] in {*GROUPS, *MONOMORPHIC}), None):
         raise ConfigError(
-            f"{group} does not go with resume={path}: it takes single values, such as checkpoint.every=10"
+            f"{group} does not go with resume={path}: a run goes on with the groups it has, and takes keys such as "
+            f"checkpoint.every=10 anew; a new run may start from it with start_from={path} {group}"
         )
     if more:
         raise ConfigError("resume= is given twice; runs are resumed one at a time")

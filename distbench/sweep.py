@@ -247,6 +247,8 @@ class SweepCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.sweep.repeats > 1:
             _usage(f"sweep.repeats={config.sweep.repeats} repeats the cells of a sweep, and this is one run; add -m")
+        if config.sweep.resume:
+            _usage("sweep.resume=true goes on with a sweep, and this is one run; add -m, or resume=RUN for a run")
         _refuse(config, where="")
         folder = RunFolder(Path(config.hydra.run.dir))
         if folder.record_path.exists():  # before Hydra writes its own files beside it

@@ -79,6 +79,8 @@ def test_another_command_is_another_sweep(both: tuple[Finished, list[str], Finis
     refused = distbench(*words, f"hydra.sweep.dir={run.parent}", cwd=cwd)
     assert refused.code == USAGE, refused.said
     assert "is of another command (without steps=6, with steps=7); choose another hydra.sweep.dir" in refused.err
+    single = distbench("sweep.resume=true", cwd=cwd)
+    assert single.code == USAGE and "this is one run; add -m, or resume=RUN" in single.err
     without = distbench(*COMMAND[:-1], f"hydra.sweep.dir={run.parent}", cwd=cwd)
     assert without.code == USAGE and "or go on with it: sweep.resume=true" in without.err
 

@@ -22,6 +22,8 @@ from distbench.runs.folder import RunFolder, Status
 
 LAST_LINES, LAST_BYTES = 12, 8192
 """Of a log, shown where a rank died without an error."""
+NOISE = "USDT:"
+"""What Kineto writes whenever a recording begins and ends."""
 FATAL = "Fatal Python error"
 """What faulthandler begins with, where a signal ends the process."""
 
@@ -131,7 +133,7 @@ def _last_words(folder: RunFolder, rank: int) -> list[str]:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
-    lines = [line for line in lines if line.strip()]
+    lines = [line for line in lines if line.strip() and not line.startswith(NOISE)]
     fatal = max((index for index, line in enumerate(lines) if line.startswith(FATAL)), default=None)
     if fatal is None:
         return lines[-LAST_LINES:]

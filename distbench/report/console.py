@@ -84,14 +84,15 @@ def print_failure(path: Path, failure: dict[str, Any]) -> None:
 def say_how_to_resume(path: Path) -> None:
     """The command, where the run has left a checkpoint."""
     try:
-        saved = read_record(path).get("last_checkpoint")
+        record = read_record(path)
+        saved = record.get("last_checkpoint")
     except RunFolderError:  # it ended before there was one
         return
     if saved is not None:
-        print(
-            f"    checkpoint   {saved}\n    go on        python -m distbench resume={shlex.quote(relative(path))}",
-            flush=True,
-        )
+        # It would come to the same step again.
+        otherwise = " on_nonfinite=skip" if "NonFiniteError" in str(record.get("reason")) else ""
+        words = f"python -m distbench resume={shlex.quote(relative(path))}{otherwise}"
+        print(f"    checkpoint   {saved}\n    go on        {words}", flush=True)
 
 
 SAME_AS = "same as"

@@ -25,6 +25,8 @@ from distbench.runs.sides import LEAST, MOST, is_measurable, number_of, settings
 MAX_WINDOWS, MAX_STEPS = 64, 500
 """Step times kept of one run: its first windows, and every n-th step of longer ones."""
 MAX_REASON = 300
+UNQUIET = 0.25
+"""Meters cannot make a step shorter by this share."""
 UNGATED = "ungated"
 TIERS = ("bitwise", "bound", "noise", "tolerance")
 """Evidence a gate can pass with, strongest first."""
@@ -240,6 +242,7 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
     window = as_tree(record.get("window"))
     step_time = Figure.read(window.get("step_time"), positive=True)
     windows, notes = _windows(as_tree(window.get("step_time")), step_time)
+    notes = (*notes, *_quiet(as_tree(window.get("overhead"))))
     status = record.get("status")
     if not isinstance(status, str):
         raise ValueError(f"status {status!r}")
@@ -316,6 +319,17 @@ def _windows(section: dict[str, Any], step_time: Figure) -> tuple[Windows, tuple
             kept.append(good)
     notes = (f"{dropped} step times are not positive numbers and left out",) if dropped else ()
     return tuple(kept) or (np.array([step_time.value]),), notes
+
+
+def _quiet(overhead: dict[str, Any]) -> tuple[str, ...]:
+    """A note where steps with meters took less time than those without, for sure: then something else took the time."""
+    values = [overhead.get(key) for key in ("median", "high")]
+    if not all(isinstance(value, float) and -1 < value < MOST for value in values):
+        return ()
+    median, high = map(float, values)  # type: ignore[arg-type]
+    if high > -UNQUIET:
+        return ()
+    return (f"the machine was not quiet: steps without meters took {1 / (1 + median):.1f} times as long as those with",)
 
 
 def _samples(values: list[Any]) -> NDArray[np.float64]:

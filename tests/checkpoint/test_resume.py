@@ -150,6 +150,7 @@ def test_another_strategy_starts_from_it(half: Path, tmp_path: Path) -> None:
         (["resume=nope"], "is no run folder: it has no record.json"),
         (["resume=run", "-m"], "-m does not go with resume="),
         (["resume=run", "checkpoint=off"], "checkpoint=off does not go with resume="),
+        (["resume=run", "strategy=ddp"], "may start from it with start_from="),
         (["resume=run", "stepz=9"], "Key 'stepz' not in 'Config' Did you mean steps?"),
         (["resume=run", "steps=x"], "x"),
         (["start_from=nope"], "start_from=nope: no such folder"),

@@ -432,3 +432,19 @@ def test_a_run_with_steps_that_were_not_finite_is_not_ranked(tmp_path: Path) -> 
     ranking = rank([tmp_path])
     assert [run.excluded for run in ranking.unranked] == ["steps that were not finite: step 7: the loss is nan"]
     assert len(ranking.candidates) == 2 and "sound" in str(ranking.chosen and ranking.chosen.name)
+
+
+@pytest.mark.parametrize(
+    ("overhead", "note"),
+    [
+        ({"median": -0.8, "high": -0.5}, "steps without meters took 5.0 times as long as those with"),
+        ({"median": -0.8, "high": 0.1}, None),
+        ({"median": 0.01, "high": 0.02}, None),
+        ({"median": None, "high": None}, None),
+        ({"median": "-0.8", "high": -5.0}, None),
+    ],
+)
+def test_a_machine_that_was_not_quiet_is_told(tmp_path: Path, overhead: dict[str, Any], note: str | None) -> None:
+    write(tmp_path / "a", record(effective="a", window=window(10, 1) | {"overhead": overhead}))
+    (only,) = rank([tmp_path]).candidates
+    assert len(only.notes) == (note is not None) and (note is None or note in only.notes[0])
