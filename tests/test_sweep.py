@@ -145,7 +145,8 @@ def test_an_error_of_our_own_stops_one_cell_and_not_the_sweep(
         raise LookupError("a defect")
 
     runtime = SimpleNamespace(output_dir=str(tmp_path / "000"))
-    hydra = SimpleNamespace(runtime=runtime, mode=RunMode.MULTIRUN, sweep=SimpleNamespace(dir=str(tmp_path)))
+    swept, sweeper = SimpleNamespace(dir=str(tmp_path)), SimpleNamespace(_target_=sweep.BASIC_SWEEPER)
+    hydra = SimpleNamespace(runtime=runtime, mode=RunMode.MULTIRUN, sweep=swept, sweeper=sweeper)
     monkeypatch.setattr(sweep.HydraConfig, "get", lambda: hydra)
     monkeypatch.setattr(sweep, "typed", lambda cfg: small("ddp", steps=3))
     monkeypatch.setattr(experiment, "run", broken)

@@ -690,6 +690,14 @@ def test_metadata_is_bounded(saved: Path) -> None:
 # --- how it is loaded
 
 
+IDLE = """
+import importlib.util, os, torch, numpy
+if importlib.util.find_spec("scipy"):  # numba imports it where it is installed, with a pool of its own BLAS's
+    import scipy.linalg
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
 def test_preparing_starts_no_thread_and_needs_no_cache_folder() -> None:
     code = (
         "import os, torch; from distbench.numerics.shards import Shard;"
