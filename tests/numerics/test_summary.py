@@ -709,7 +709,7 @@ def test_preparing_starts_no_thread_and_needs_no_cache_folder() -> None:
     threads, digest = done.stdout.split()
     assert int(digest) == whole(torch.ones(3))["w"].digest
     idle = subprocess.run(
-        [sys.executable, "-c", "import os, torch, numpy; print(len(os.listdir('/proc/self/task')))"],
+        [sys.executable, "-c", IDLE],
         capture_output=True,
         text=True,
         check=True,
