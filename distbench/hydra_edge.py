@@ -49,16 +49,21 @@ def label(*parts: Any) -> str:
     return _slug("_".join(str(part) for part in parts if part is not None))
 
 
+def quoted(value: Any) -> str:
+    """As an override takes it whatever is in it."""
+    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
 def pin(config: Any, fixed: list[str]) -> None:
     """Give every cell of a sweep the same folder, named by what the sweep varies: whoever composes it, and in whichever
     process, where `stamp` would be another one. `config`: the sweep's, composed; `fixed`: the keys that it does not vary."""
     from omegaconf import flag_override
 
-    folder = str(Path(config.hydra.sweep.dir)).replace("\\", "\\\\").replace("'", "\\'")
-    keys = ",".join(f"'{key}'" for key in fixed)
+    keys = ",".join(map(quoted, fixed))
     with flag_override(config.hydra, ["readonly", "struct"], [False, False]):
         config.hydra.overrides.hydra += [
-            f"hydra.sweep.dir='{folder}'",
+            f"hydra.sweep.dir={quoted(Path(config.hydra.sweep.dir))}",
             f"hydra.job.config.override_dirname.exclude_keys=[{keys}]",
         ]
 

@@ -10,6 +10,7 @@ from typing import TextIO
 from distbench.checkpoint import lock
 from distbench.config import Config, digest, effective
 from distbench.errors import ConfigError
+from distbench.hydra_edge import quoted
 from distbench.runs.files import write_json
 
 OWN = ".experiments"
@@ -63,21 +64,24 @@ def claim(path: Path, config: Config, cell: Path) -> str | None:
 def with_folder(argv: list[str]) -> list[str]:
     """The command line of a sweep that asks to go on (`sweep.resume=true`), with the folder of the newest sweep of the same
     command; as it is where there is none. Raises ConfigError where it names a folder that is another command's."""
-    asked = next((word.removeprefix(RESUME) for word in reversed(argv) if word.startswith(RESUME)), "false")
-    if asked.lower() != "true":
+    if (_last(argv, RESUME) or "false").lower() != "true":
         return argv
-    named = next((word.removeprefix(FOLDER) for word in reversed(argv) if word.startswith(FOLDER)), None)
+    named = _last(argv, FOLDER)
     if named is not None:
         _refuse_other(Path(named), argv)
         return argv
-    root = Path(next((word.removeprefix(OUTPUT) for word in reversed(argv) if word.startswith(OUTPUT)), "outputs"))
+    root = Path(_last(argv, OUTPUT) or "outputs")
     same = [folder for folder in _sweeps(root) if _command_of(folder) == _command(argv)]
     if not same:
         print(f"sweep.resume=true: no sweep of this command in {root} yet, so it begins", flush=True)
         return argv
     newest = max(same, key=lambda folder: (folder / OWN / COMMAND).stat().st_mtime)
-    quoted = str(newest).replace("\\", "\\\\").replace("'", "\\'")
-    return [*argv, f"{FOLDER}'{quoted}'"]
+    return [*argv, f"{FOLDER}{quoted(newest)}"]
+
+
+def _last(argv: list[str], key: str) -> str | None:
+    """What a key is set to, where it is."""
+    return next((word.removeprefix(key) for word in reversed(argv) if word.startswith(key)), None)
 
 
 def _sweeps(root: Path) -> list[Path]:

@@ -60,9 +60,7 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
             f"resume={folder.path} ran on {ranks} ranks, now there are {world_size(config)}; a new run may start from it "
             f"with start_from={folder.path}"
         )
-    _hold(folder)
-    put_aside(folder)
-    _forget_after(folder, step)
+    _go_back_to(folder, step)
     before, here = record.get("environment") or {}, environment()
     other = {key: value for key, value in here.items() if value != before.get(key)}
     entry = {"step": step, "at": now(), "command": launch_command(), "environment": other}
@@ -82,29 +80,32 @@ def resumed_sections(config: Config, folder: RunFolder, step: int) -> dict[str, 
 def restarted(config: Config, folder: RunFolder, reason: str) -> Config:
     """The config that a run whose ranks died goes on with, and its folder made ready: from its newest complete checkpoint,
     or from the start where there is none."""
-    _hold(folder)
     found = complete(folder.checkpoints)
     step = step_of(found[-1]) if found else 0
     record = read_record(folder.path)
     sections: dict[str, Any] = {
         "restarts": [*(record.get("restarts") or []), {"step": step, "at": now(), "reason": reason}]
     }
-    _forget_after(folder, step)
+    _go_back_to(folder, step)
     if step == 0:
-        shutil.rmtree(folder.tensorboard, ignore_errors=True)
         sections |= {"gate": None, "window": None, "window_reason": None}
     folder.update_record(**sections)
-    put_aside(folder)
     return replace(config, resume=str(folder.path) if found else None)
 
 
 def start_over(folder: RunFolder) -> None:
     """Make the folder of a run that ended before its first checkpoint ready for it to begin again. Raises OutputError where
     it still runs."""
+    _go_back_to(folder, 0)
+
+
+def _go_back_to(folder: RunFolder, step: int) -> None:
+    """Nobody else's, what the attempt before left put aside, what will be done again forgotten. Raises as `_hold` does."""
     _hold(folder)
     put_aside(folder)
-    _forget_after(folder, 0)
-    shutil.rmtree(folder.tensorboard, ignore_errors=True)
+    _forget_after(folder, step)
+    if step == 0:
+        shutil.rmtree(folder.tensorboard, ignore_errors=True)
 
 
 _held: dict[Path, TextIO] = {}

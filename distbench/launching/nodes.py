@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,11 +111,17 @@ def of_slurm(environment: Mapping[str, str]) -> Node | None:
             "srun --ntasks-per-node=1"
         )
     names = environment.get("SLURM_STEP_NODELIST") or environment["SLURM_NODELIST"]
-    listed = subprocess.run(["scontrol", "show", "hostnames", names], capture_output=True, text=True, check=True)
     # Several jobs may share a host; one job has one run at a time.
     job = f"{environment.get('SLURM_JOB_ID')}.{environment['SLURM_STEP_ID']}"
     port = FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS
-    return Node(int(environment["SLURM_NODEID"]), int(nodes), listed.stdout.split()[0], port)
+    return Node(int(environment["SLURM_NODEID"]), int(nodes), _first_of(names), port)
+
+
+@cache
+def _first_of(names: str) -> str:
+    """Of a list of hosts in Slurm's brackets."""
+    listed = subprocess.run(["scontrol", "show", "hostnames", names], capture_output=True, text=True, check=True)
+    return listed.stdout.split()[0]
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -133,8 +140,6 @@ class Report:
     beats: dict[int, Beat] = field(default_factory=dict)
     stall: Stall | None = None
     out_of_memory: bool = False
-    unseen: str | None = None
-    """A file of the leader's that is not to be seen here."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -300,14 +305,13 @@ def _attempt(meeting: Meeting, message: dict[str, Any]) -> None:
     meeting.store.set(f"{meeting.run_id}/here{node.rank}", unseen or "")
     if unseen is not None:
         return
+    found = Report(node.rank, host)
     try:
         local.run_ranks(config, folder, baseline, meeting)
     except local.RanksFailed as failed:
         found = Report(node.rank, host, dict(failed.ranks), dict(failed.beats), failed.stall, failed.out_of_memory)
     except local.Interrupted:
-        found = Report(node.rank, host)
-    else:
-        found = Report(node.rank, host)
+        pass  # the leader was asked, too, and says so
     meeting.report(found)
 
 
@@ -356,9 +360,7 @@ def _unseen(folder: RunFolder, token: str, baseline: BaselineEntry | None) -> st
             "output_dir=... to a folder on it"
         )
     if baseline is not None and not _appears(lambda: Path(baseline.path).exists()):
-        return (
-            f"host {host} does not see the baseline {baseline.path}; set gate.cache_dir=... to a folder that is shared"
-        )
+        return f"host {host} does not see the baseline {baseline.path}; set output_dir=... to a shared folder"
     return None
 
 

@@ -19,7 +19,6 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmitit
 from omegaconf import DictConfig, OmegaConf
 
 from distbench.errors import ExitCode
-from distbench.hydra_edge import register_resolvers
 from distbench.launching import local
 from distbench.runs import environment
 from distbench.runs.folder import RunFolder, Status, now, read_record
@@ -73,7 +72,6 @@ class SlurmLauncher(BaseSubmititLauncher):
 
     def __call__(self, *args: Any) -> JobReturn:
         """In a job's task: one run, and the queue again where Slurm has asked for an early end."""
-        register_resolvers()
         environment.started_by = self.command
         requeue = signal.getsignal(signal.SIGUSR2)  # submitit's
         returned = super().__call__(*args)

@@ -46,9 +46,8 @@ def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) 
         run_rank(config, folder, process, baseline)
     except BaseException as error:
         write_rank_failure(folder, rank, error)
-        if isinstance(
-            error, SystemExit
-        ):  # of the model's code; the agent would take 0 for success, and wait for a result
+        if isinstance(error, SystemExit):
+            # Of the model's code. The agent would take 0 for success, and wait for a result.
             raise SystemExit(1) from error
         raise
     process.heartbeat.beat(DONE)
