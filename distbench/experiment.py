@@ -94,7 +94,7 @@ def _run(config: Config, folder: RunFolder, leader: Leader) -> Outcome:
     if joined_world() is None or config.gate.enabled:
         local.warm_up()
     try:
-        config, model, notes = preflight(config)
+        config, model, notes = preflight(config, start)
         if config.resume is None or start is None:
             sections = first_sections(config, folder, notes)
         else:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from distbench.checkpoint.state import read_state
+from distbench.checkpoint.tensors import form_of
 from distbench.config import (
     Config,
     CustomModel,
@@ -23,6 +26,7 @@ from distbench.errors import ConfigError, UserModelError
 from distbench.models.build import block_classes, build_model, locate
 from distbench.models.check import check_parameters
 from distbench.models.meta import check_forward
+from distbench.optim import build_optimizer
 from distbench.precision import DTYPES
 from distbench.wrapping import describe_units, unit_names
 
@@ -30,11 +34,12 @@ SLOW_HOURS = 0.25
 """A CPU run in a low precision that is estimated above this many hours is announced."""
 
 
-def preflight(config: Config) -> tuple[Config, nn.Module | None, list[str]]:
+def preflight(config: Config, start: Path | None = None) -> tuple[Config, nn.Module | None, list[str]]:
     """The config as it will be run (a precision may have fallen back), the model on the meta device where that can be
-    had, and notes for the record and the user.
+    had, and notes for the record and the user. `start`: the checkpoint that the run goes on from.
 
-    Raises ConfigError for what only the built model, the data or the device can tell.
+    Raises ConfigError for what only the built model, the data or the device can tell, and CheckpointError for a checkpoint
+    of another model or optimizer, or one that is damaged.
     """
     config, notes = _supported_precision(config)
     build_source(config.data, config.seed)
@@ -47,6 +52,8 @@ def preflight(config: Config) -> tuple[Config, nn.Module | None, list[str]]:
         notes += _slow_low_precision(config, model)
         if isinstance(config.model, CustomModel):
             check_forward(config, model)
+        if start is not None:
+            _check_start(config, model, start)
     return config, model, notes
 
 
@@ -108,6 +115,15 @@ def _meta_model(config: Config) -> nn.Module | None:
             # Factories that load files or compute with their weights need real storage; the ranks build it for real
             # and report what is wrong with it, if anything is.
             return None
+
+
+def _check_start(config: Config, model: nn.Module, start: Path) -> None:
+    """A checkpoint fits, as far as its `train_state.json` tells: the ranks read the rest."""
+    stored = DTYPES[config.precision.param_dtype]
+    named = dict(model.named_parameters())
+    forms = {name: form_of(p.to(stored) if p.is_floating_point() else p) for name, p in named.items()}
+    optimizer = build_optimizer(config.optimizer, named.items(), {name: p.dim() for name, p in named.items()})
+    read_state(start).check_fits(forms, type(optimizer).__name__, start)
 
 
 def _check_batch_norm(precision: Precision, model: nn.Module) -> None:

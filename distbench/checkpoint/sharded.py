@@ -191,7 +191,7 @@ def load_shards(trainer: Trainer, folder: Path) -> None:
     try:
         state = read_state(folder)
         slots = trainer.strategy.slots(trainer.module)
-        _check_fits(trainer, slots, state, folder)
+        state.check_fits(_parameters(slots), type(trainer.optimizer).__name__, folder)
         shards = Shards(folder, state)
         rest = _Rest(trainer, state, shards)
         trainer.optimizer.zero_grad(set_to_none=True)
@@ -204,23 +204,6 @@ def load_shards(trainer: Trainer, folder: Path) -> None:
     agree(trainer.world, problem)
     assert rest is not None
     rest.put()
-
-
-def _check_fits(trainer: Trainer, slots: list[Slot], state: TrainState, folder: Path) -> None:
-    here, there = _parameters(slots), state.parameters
-    differing = [
-        f"{plain(name)} is {there.get(name, 'missing')}, the model's is {here.get(name, 'missing')}"
-        for name in sorted(here.keys() | there.keys())
-        if here.get(name) != there.get(name)
-    ]
-    if differing:
-        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
-        raise CheckpointError(f"{folder} is of another model: {detail('; '.join(differing[:3]))}{more}")
-    optimizer = type(trainer.optimizer).__name__
-    if state.optimizer != optimizer:
-        raise CheckpointError(
-            f"{folder} has the state of {detail(plain(state.optimizer))}, the run's optimizer is {optimizer}"
-        )
 
 
 def _targets(trainer: Trainer, slots: list[Slot], shards: Shards) -> Iterator[Target]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from distbench.checkpoint.format import CODES, Form, is_count, is_shape
 from distbench.checkpoint.manifest import read_manifest, read_small, step_of
 from distbench.errors import CheckpointError
-from distbench.runs.text import detail
+from distbench.runs.text import detail, plain
 
 STATE = "train_state.json"
 SCHEMA = 1
@@ -54,6 +54,21 @@ class TrainState:
     aliases: dict[str, str]
     """Other names of tied parameters and of buffers that modules share -> the name of the stored tensor."""
     ranks: list[RankState]
+
+    def check_fits(self, parameters: Mapping[str, Form], optimizer: str, folder: Path) -> None:
+        """Raises CheckpointError where it is not of a model with these parameters, trained by an optimizer of this class."""
+        differing = [
+            f"{plain(name)} is {self.parameters.get(name, 'missing')}, the model's is {parameters.get(name, 'missing')}"
+            for name in sorted(parameters.keys() | self.parameters.keys())
+            if parameters.get(name) != self.parameters.get(name)
+        ]
+        if differing:
+            more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+            raise CheckpointError(f"{folder} is of another model: {detail('; '.join(differing[:3]))}{more}")
+        if self.optimizer != optimizer:
+            raise CheckpointError(
+                f"{folder} has the state of {detail(plain(self.optimizer))}, the run's optimizer is {optimizer}"
+            )
 
 
 def read_state(folder: Path) -> TrainState:

@@ -154,6 +154,8 @@ def test_another_strategy_starts_from_it(half: Path, tmp_path: Path) -> None:
         (["resume=run", "stepz=9"], "Key 'stepz' not in 'Config' Did you mean steps?"),
         (["resume=run", "steps=x"], "x"),
         (["start_from=nope"], "start_from=nope: no such folder"),
+        ([*RUN, "start_from=run", "steps=8", "model.hidden_dim=16"], "is of another model: layers.0.attn.bias is"),
+        ([*RUN, "start_from=run", "steps=8", "optimizer=sgd"], "has the state of AdamW, the run's optimizer is SGD"),
     ],
 )
 def test_refusals_change_nothing(half: Path, tmp_path: Path, words: list[str], message: str) -> None:
@@ -163,6 +165,7 @@ def test_refusals_change_nothing(half: Path, tmp_path: Path, words: list[str], m
     assert ended.code == USAGE, ended.said
     assert message in ended.err and "Traceback" not in ended.said
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert not list(tmp_path.glob("outputs/*/record.json")), "no run was begun"
 
 
 def test_a_damaged_checkpoint_is_named(half: Path, tmp_path: Path) -> None:
