@@ -132,6 +132,10 @@ def _run(config: Config, folder: RunFolder, leader: Leader) -> Outcome:
         say_how_to_resume(folder.path)
     elif status in EXIT_CODES:
         print_run(folder.path)
+    elif status is Status.running:
+        status, reason = Status.crashed, "the ranks ended and said nothing of what became of the run"
+        folder.update_record(status=status.value, reason=reason, finished=now())
+        print(f"    {reason}: run folder {relative(folder.path)}", flush=True)
     return Outcome(status, EXIT_CODES.get(status, ExitCode.CRASHED))
 
 

@@ -212,11 +212,12 @@ def clear_failures(folder: RunFolder) -> None:
 
 
 def put_aside(folder: RunFolder) -> None:
-    """Keep what an attempt before left of its failure, under logs/failed_N, out of the way of the next."""
+    """Keep what a failed attempt left, its logs with it, under logs/failed_N, out of the way of the next."""
     evidence = ("failure*.json", "stall.json", "stacks_rank*", "collectives_rank*")
     files = sorted(file for pattern in evidence for file in folder.logs.glob(pattern))
     if not files:
         return
+    files += sorted(folder.logs.glob("*.log"))
     number = next(n for n in count(1) if not (folder.logs / f"failed_{n}").exists())
     aside = folder.logs / f"failed_{number}"
     aside.mkdir()

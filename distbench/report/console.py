@@ -44,7 +44,19 @@ def print_run(path: Path) -> None:
         print(f"    window: {_window(window)}", flush=True)
     elif record.get("window_reason"):
         print(f"    no window: {record['window_reason']}", flush=True)
+    if (events := record.get("nonfinite")) and record["status"] == Status.passed.value:
+        steps = ", ".join(dict.fromkeys(str(event["step"]) for event in events[:MAX_STEPS]))
+        more = " and more" if len(events) > MAX_STEPS else ""
+        s = "s" * ("," in steps)
+        print(
+            f"    not finite: the loss or gradient of step{s} {steps}{more}; causes in record.json's nonfinite",
+            flush=True,
+        )
     print(f"    run folder {relative(path)}", flush=True)
+
+
+MAX_STEPS = 5
+"""Named of those that were not finite."""
 
 
 def _window(window: dict[str, Any]) -> str:
@@ -82,12 +94,17 @@ def print_failure(path: Path, failure: dict[str, Any]) -> None:
 
 
 def say_how_to_resume(path: Path) -> None:
-    """The command, where the run has left a checkpoint."""
+    """The command, where the run has left a checkpoint; else that there is none."""
     try:
         record = read_record(path)
-        saved = record.get("last_checkpoint")
+        saved, every = record.get("last_checkpoint"), record["config"]["checkpoint"]["every"]
     except RunFolderError:  # it ended before there was one
         return
+    if saved is None and record.get("gate") is not None:
+        why = (
+            "; checkpoint.every=N writes one every N steps" if every is None else f" yet, with checkpoint.every={every}"
+        )
+        print(f"    checkpoint   none{why}", flush=True)
     if saved is not None:
         # It would come to the same step again.
         otherwise = " on_nonfinite=skip" if "NonFiniteError" in str(record.get("reason")) else ""

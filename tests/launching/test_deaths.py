@@ -15,10 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distbench import experiment
 from distbench.checkpoint.manifest import complete
 from distbench.launching.heartbeat import beats
 from distbench.runs.folder import RunFolder, read_record
 from tests.cli import distbench, start, start_torchrun, target, torchrun
+from tests.configs import small
 
 OK, CRASHED, INTERRUPTED = 0, 4, 5
 COMMON = ["strategy=ddp", "window=off", "checkpoint.every=5", "hydra.run.dir=run", "logging.progress=false"]
@@ -112,6 +114,17 @@ def test_ranks_that_all_say_they_ended_well_and_were_not_done(
     expected = reason.replace("one of rank 0, rank 1", "rank 0") if strategy == "single" else reason
     assert record["status"] == "crashed" and expected in record["reason"] and record["finished"]
     assert failure(tmp_path / "run")["step"] == 12 and record["last_checkpoint"] == "checkpoints/step_00000010"
+
+
+def test_ranks_that_end_and_say_nothing_leave_no_record_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(experiment, "start_ranks", lambda *_: None)
+    outcome = experiment.run(small(), RunFolder.create(tmp_path / "run"))
+    record = read_record(tmp_path / "run")
+    assert (outcome.status.value, outcome.exit_code) == ("crashed", CRASHED) == (record["status"], 4)
+    assert "the ranks ended and said nothing" in record["reason"] and record["finished"]
+    assert record["reason"] in capsys.readouterr().out
 
 
 def test_a_run_is_started_again_as_often_as_asked(straight: Path, tmp_path: Path) -> None:

@@ -200,6 +200,10 @@ def test_evidence_of_attempts_before_is_put_aside(folder: RunFolder) -> None:
         put_aside(folder)
         assert {path.name for path in (folder.logs / f"failed_{number}").iterdir()} == {
             "failure_rank0.json",
+            "rank0.log",
             "stall.json",
         }
-    assert first_failure(folder) is None and (folder.logs / "rank0.log").exists()
+    assert first_failure(folder) is None
+    (folder.logs / "rank0.log").touch()
+    put_aside(folder)
+    assert (folder.logs / "rank0.log").exists(), "of an attempt that did not fail"

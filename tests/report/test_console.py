@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from distbench.report.console import print_failure, print_run, print_sweep, relative, sweep_rows
+from distbench.report.console import print_failure, print_run, print_sweep, relative, say_how_to_resume, sweep_rows
 from distbench.runs.files import write_json
 from distbench.runs.folder import RunFolder
 from distbench.runs.rank import rank
@@ -58,6 +58,35 @@ def test_missing_and_infinite_numbers_do_not_hide_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], result: dict[str, Any], words: str
 ) -> None:
     print_run(record(tmp_path / "run", result=result).path)
+    assert words in capsys.readouterr().out
+
+
+def test_steps_that_were_not_finite_are_told_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_run(record(tmp_path / "a", nonfinite=[{"step": 3}]).path)
+    assert "not finite: the loss or gradient of step 3; causes in " in capsys.readouterr().out
+    print_run(record(tmp_path / "b", nonfinite=[{"step": step} for step in (1, 2, 3, 5, 8, 13)]).path)
+    assert "of steps 1, 2, 3, 5, 8 and more; causes" in capsys.readouterr().out
+    print_run(record(tmp_path / "c", nonfinite=[]).path)
+    assert "not finite" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("every", "saved", "words"),
+    [
+        (None, None, "checkpoint   none; checkpoint.every=N writes one every N steps"),
+        (9, None, "checkpoint   none yet, with checkpoint.every=9"),
+        (
+            9,
+            "checkpoints/step_00000009",
+            "checkpoint   checkpoints/step_00000009\n    go on        python -m distbench",
+        ),
+    ],
+)
+def test_how_a_run_can_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], every: int | None, saved: str | None, words: str
+) -> None:
+    config = {"checkpoint": {"every": every}}
+    say_how_to_resume(record(tmp_path / "run", config=config, gate={}, last_checkpoint=saved).path)
     assert words in capsys.readouterr().out
 
 
