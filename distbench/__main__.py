@@ -19,6 +19,7 @@ from distbench.runs.text import complaint
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "diff": ("distbench.diff", "what differs between two runs, where first, why"),
+    "doctor": ("distbench.doctor.command", "what this machine, and the network between ranks, can do"),
     "drill": ("distbench.drill", "kill, freeze, damage: what goes wrong ends as promised"),
     "export": ("distbench.export", "the plain model of a checkpoint, as one safetensors file"),
     "import": ("distbench.import_rows", "rows of another tool as run folders"),

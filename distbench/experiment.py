@@ -320,7 +320,7 @@ def pass_and_train(
             if baseline is None and start is None:
                 guard.begin(trainer)
             gate = pass_gate(config, baseline, trainer, dtypes, folder)
-        topology = {"world_size": world.size, "backend": world.backend, "ranks": world.gather(world.describe())}
+        topology = topology_of(config, world)
         if known.get("window") is not None:
             topology = known["topology"]  # where its figures were measured
         if gate["passed"] is False:
@@ -349,6 +349,23 @@ def pass_and_train(
     if known.get("window") is not None:
         window = {key: known[key] for key in ("window", "window_reason")}
     return end(Status.passed, gate=gate, **window, topology=topology, checkpoint=checkpoint)
+
+
+def topology_of(config: Config, world: World) -> dict[str, Any]:
+    """The record's `topology`. A collective."""
+    from distbench.doctor.network import known_network
+    from distbench.launching.hosts import hosts_of
+
+    ranks, hosts = world.gather(world.describe()), hosts_of(world)
+    network, reason = known_network(config, hosts) if world.size > 1 else (None, "one rank")
+    return {
+        "world_size": world.size,
+        "backend": world.backend,
+        "ranks": ranks,
+        "hosts": hosts,
+        "network": network,
+        "network_reason": reason,
+    }
 
 
 def starting_point(config: Config) -> Path | None:

@@ -193,7 +193,7 @@ def _slow_low_precision(config: Config, model: nn.Module) -> list[str]:
     cores = min(len(os.sched_getaffinity(0)), world_size(config) * threads_per_rank(config, world_size(config)))
     if flops / (SLOWEST_EMULATION * cores) / 3600 < SLOW_HOURS:
         return []
-    hours = flops / (_flops_per_second(DTYPES[precision.compute_dtype]) * cores) / 3600
+    hours = flops / (flops_per_second(DTYPES[precision.compute_dtype]) * cores) / 3600
     if hours < SLOW_HOURS:
         return []
     return [
@@ -206,7 +206,7 @@ SLOWEST_EMULATION = 1e8
 """FLOP/s of one core below which no emulation was seen: runs short even at this rate need no measurement."""
 
 
-def _flops_per_second(dtype: torch.dtype, size: int = 128) -> float:
+def flops_per_second(dtype: torch.dtype, size: int = 128) -> float:
     """One core's rate over the three products of a linear layer's step: forward, gradient of input and of weight."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -157,7 +157,7 @@ def test_presets_are_what_conf_says() -> None:
 
 
 def test_a_run_that_would_take_hours_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_flops_per_second", lambda dtype: 1e9)
+    monkeypatch.setattr(module, "flops_per_second", lambda dtype: 1e9)
     config = small("fsdp", hidden=512, layers=4, precision="fp16", wrap=NoWrap(), steps=10_000)
     (note,) = preflight(config)[2]
     parameters = 4 * (9 * 512**2 + 8 * 512)
@@ -165,19 +165,19 @@ def test_a_run_that_would_take_hours_says_so(monkeypatch: pytest.MonkeyPatch) ->
     hours = 6 * parameters * 12 * 3 * 10_000 / (1e9 * cores) / 3600
     assert note.startswith(f"fp16 is emulated on this CPU: about {hours:.1f} hours for this run")
     assert "use a smaller model" in note
-    monkeypatch.setattr(module, "_flops_per_second", lambda dtype: 1e12)
+    monkeypatch.setattr(module, "flops_per_second", lambda dtype: 1e12)
     assert preflight(config)[2] == [], "it is fast here"
 
 
 def test_a_short_run_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_flops_per_second", lambda dtype: pytest.fail("a short run was timed"))
+    monkeypatch.setattr(module, "flops_per_second", lambda dtype: pytest.fail("a short run was timed"))
     assert preflight(small(precision="fp16"))[2] == []
     assert preflight(small(hidden=512, layers=4, precision="fp32", steps=10_000))[2] == []
 
 
 def test_the_rate_is_measured_on_one_thread() -> None:
     torch.set_num_threads(2)
-    assert module._flops_per_second(torch.float32, size=64) > 1e6
+    assert module.flops_per_second(torch.float32, size=64) > 1e6
     assert torch.get_num_threads() == 2
 
 

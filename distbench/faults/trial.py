@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distbench.config import Config
+from distbench.composing import compose
 from distbench.runs.folder import RunFolder, Status, read_record
 
 BASE = (
@@ -62,38 +62,13 @@ def _values(overrides: list[str]) -> list[str]:
     return [o for o in overrides if "." in o.split("=")[0]]
 
 
-def compose_config(overrides: list[str]) -> Config:
-    """The validated config of some overrides. Raises ConfigError, as the command line refuses them."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from distbench.config import register_schemas
-    from distbench.errors import ConfigError
-    from distbench.hydra_edge import conf_dir, explain, register_resolvers
-    from distbench.sweep import typed
-    from distbench.validation import validate
-
-    register_schemas()
-    register_resolvers()
-    GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-            config = typed(compose("config", overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error)) from error
-    validate(config)
-    return config
-
-
 def run_trial(own: list[str], out: Path, name: str) -> Trial:
     """Run one trial quietly in `out/name`. A crash is a result, a refused configuration an error (ConfigError)."""
     from distbench.errors import DistbenchError
     from distbench.experiment import run
 
     overrides = overrides_of(own)
-    config = compose_config([*overrides, f"output_dir={out}"])
+    config = compose([*overrides, f"output_dir={out}"])
     folder = RunFolder.create(out / name)
     started = time.perf_counter()
     try:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import socket
-import struct
 
-SIOCGIFADDR = 0x8915
-"""linux/sockios.h."""
+import psutil
 
 
 def interface_to(address: str) -> str | None:
@@ -18,17 +15,5 @@ def interface_to(address: str) -> str | None:
             own = probe.getsockname()[0]
         except OSError:
             return None
-    return next((name for name, ip in _addresses().items() if ip == own), None)
-
-
-def _addresses() -> dict[str, str]:
-    """Interface -> its IPv4 address."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # without an address
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+    cards = psutil.net_if_addrs()
+    return next((name for name, entries in cards.items() if any(entry.address == own for entry in entries)), None)

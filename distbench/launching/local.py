@@ -181,7 +181,7 @@ def run_ranks(config: Config, folder: RunFolder, baseline: BaselineEntry | None,
     killed_before = out_of_memory_kills()
     try:
         with watch:
-            elastic_launch(launch, run_rank_process)(config, str(folder.path), baseline)
+            elastic_launch(launch, run_rank_process)(config, str(folder.path), baseline, meeting.job)
     except ChildFailedError as error:
         meeting.fail()
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}

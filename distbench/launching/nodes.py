@@ -24,6 +24,7 @@ from distbench.config import AUTO, Config, TestbedLaunch, from_container, joined
 from distbench.errors import ConfigError, DistbenchError, ExitCode, OutputError
 from distbench.launching import local
 from distbench.launching.heartbeat import Beat, ranks_folder
+from distbench.launching.jobs import RUN
 from distbench.launching.stalls import Stall
 from distbench.launching.watch import keep_evidence
 from distbench.runs.folder import RunFolder
@@ -158,8 +159,8 @@ class Report:
 class Meeting:
     """One attempt's place in the store, the same for all nodes: its agents meet there under `run_id`."""
 
-    def __init__(self, node: Node, store: TCPStore, run_id: str) -> None:
-        self.node, self.store, self.run_id = node, store, run_id
+    def __init__(self, node: Node, store: TCPStore, run_id: str, job: str) -> None:
+        self.node, self.store, self.run_id, self.job = node, store, run_id, job
 
     def fail(self) -> None:
         """Let the other nodes know that ranks have ended here."""
@@ -212,8 +213,8 @@ def listen(address: str, port: int) -> TCPStore:
 class Leader:
     """The first node's side. On one machine there is nobody to tell."""
 
-    def __init__(self, node: Node) -> None:
-        self.node = node
+    def __init__(self, node: Node, job: str = RUN) -> None:
+        self.node, self.job = node, job
         self._store: TCPStore | None = None
         self._attempts = 0
 
@@ -224,13 +225,14 @@ class Leader:
         ranks_folder(folder).mkdir(parents=True)
         if self._store is None or self.node.count == 1:
             self._store = listen(self.node.address, self.node.port)
-        meeting = Meeting(self.node, self._store, secrets.token_hex(8))
+        meeting = Meeting(self.node, self._store, secrets.token_hex(8), self.job)
         if self.node.count == 1:
             return meeting
         (ranks_folder(folder) / TOKEN).write_text(meeting.run_id)
         self._tell(
             {
                 "run_id": meeting.run_id,
+                "job": self.job,
                 "config": to_container(config),
                 "folder": str(folder.path.resolve()),
                 "baseline": None if baseline is None else asdict(baseline),
@@ -288,7 +290,7 @@ def take_part(node: Node) -> None:
             if "over" in message:
                 store.set(f"gone{node.rank}", "")
                 return
-            _attempt(Meeting(node, store, message["run_id"]), message)
+            _attempt(Meeting(node, store, message["run_id"], message["job"]), message)
             number += 1
     except RuntimeError as error:
         place = f"{node.address}:{node.port}"

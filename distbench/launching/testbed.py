@@ -27,6 +27,7 @@ from typing import IO, Any
 from distbench.config import Config, Link, TestbedLaunch, to_container
 from distbench.errors import ConfigError, DistbenchError
 from distbench.experiment import Outcome
+from distbench.launching.jobs import RUN
 from distbench.launching.nodes import VARIABLES
 from distbench.launching.signals import requests
 from distbench.runs.environment import launch_command
@@ -292,14 +293,15 @@ def _wait_until_up(process: subprocess.Popen[bytes]) -> None:
 # --------------------------------------------------------------------------------------------------------------
 
 
-def run(config: Config, folder: RunFolder) -> Outcome:
-    """One run on hosts of its own. The first leads, as the first machine of a cluster does. Raises as that does."""
+def run(config: Config, folder: RunFolder, job: str = RUN) -> Outcome:
+    """One job of `jobs.JOBS` on hosts of its own. The first leads, as the first machine of a cluster does. Raises as that
+    does."""
     launch = config.launch
     assert isinstance(launch, TestbedLaunch)
     try:
         hosts = _hosts(launch.nodes)
         with _linked(hosts, launch.testbed), _passed_on(hosts[0].process) as asked:
-            outcome = _run(config, folder, hosts, asked)
+            outcome = _run(config, folder, hosts, asked, job)
     except BaseException:
         release()
         raise
@@ -311,13 +313,13 @@ def run(config: Config, folder: RunFolder) -> Outcome:
 _ports = count(PORT)
 
 
-def _run(config: Config, folder: RunFolder, hosts: list[Host], asked: list[int]) -> Outcome:
+def _run(config: Config, folder: RunFolder, hosts: list[Host], asked: list[int], job: str) -> Outcome:
     node = {"count": len(hosts), "address": address(1), "port": next(_ports)}
     request = {"node": node, "command": launch_command()}
     leader, *followers = hosts
     for host in followers:
         host.do(request)
-    leader.do({**request, "config": to_container(config), "folder": str(folder.path)})
+    leader.do({**request, "job": job, "config": to_container(config), "folder": str(folder.path)})
     answer = leader.answer()
     if answer is not None and not all(host.answer(FOLLOWERS_S) for host in followers):
         release()

@@ -18,6 +18,7 @@ from typing import Any
 
 from distbench.errors import DistbenchError, ExitCode
 from distbench.launching import local
+from distbench.launching.jobs import job_module
 from distbench.launching.nodes import Node, take_part
 from distbench.launching.signals import end_with_parent
 from distbench.runs import environment
@@ -44,10 +45,10 @@ def main(argv: list[str]) -> None:
 
 def _lead(request: dict[str, Any]) -> dict[str, Any]:
     from distbench.config import from_container
-    from distbench.experiment import lead
     from distbench.runs.folder import RunFolder
 
     try:
+        lead = job_module(request["job"]).lead
         outcome = lead(from_container(request["config"]), RunFolder(Path(request["folder"])), Node(**request["node"]))
     except DistbenchError as error:
         return {"refused": str(error), "exit_code": error.exit_code}

@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import TextIO
 
 from distbench.config import Config
-from distbench.experiment import run_rank
 from distbench.launching.failure import write_rank_failure
 from distbench.launching.heartbeat import DONE, Heartbeat, rank_files
 from distbench.launching.interfaces import interface_to
+from distbench.launching.jobs import job_module
 from distbench.launching.signals import StopRequest, answer_dumps, end_with_parent, requests
 from distbench.numerics.cache import BaselineEntry
 from distbench.runs.folder import RunFolder
 
 
-def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) -> None:
-    """Entry point that the elastic agent starts. Returns None; what is to be known is in the run folder."""
+def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None, job: str) -> None:
+    """Entry point that the elastic agent starts, for a job of `jobs.JOBS`. Returns None; what is to be known is in the run
+    folder."""
     end_with_parent()
     # What went wrong is told in the run folder. The agent falls over an error file of its own that is cut short, as a full
     # disk or SIGKILL leaves it (torch 2.13, ProcessFailure).
@@ -43,7 +44,7 @@ def run_rank_process(config: Config, path: str, baseline: BaselineEntry | None) 
     rank = int(os.environ["RANK"])
     process = RankProcess.begin(folder, rank, *requests())
     try:
-        run_rank(config, folder, process, baseline)
+        job_module(job).run_rank(config, folder, process, baseline)
     except BaseException as error:
         write_rank_failure(folder, rank, error)
         if isinstance(error, SystemExit):

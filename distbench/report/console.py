@@ -172,7 +172,7 @@ def print_decision(ranking: Ranking, table: bool = True) -> None:
         rows = decision_rows(ranking)
         for row in rows:
             grid.add_row(*(Text(row.cells[heading]) for heading in COLUMNS), style="bold" if row.chosen else None)
-        console = _console()
+        console = table_console()
         console.print()
         console.print(grid)
         print(f"{LEGEND}\n")
@@ -186,7 +186,7 @@ def print_decision(ranking: Ranking, table: bool = True) -> None:
         print(f"             {line}")
 
 
-def _console() -> Console:
+def table_console() -> Console:
     return Console(width=None if os.isatty(1) else 180, soft_wrap=True, highlight=False)
 
 
@@ -227,7 +227,7 @@ def _print_runs(rows: list[dict[str, Any]]) -> None:
             _number(speed.get("tokens_per_second_median"), "{:,.0f}"),
             row["status"],
         )
-    console = _console()
+    console = table_console()
     console.print()
     console.print(table)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from distbench.composing import compose
 from distbench.data.synthetic import SyntheticSamples
 from distbench.errors import ConfigError
-from distbench.faults.trial import compose_config
 
 PADDED = SyntheticSamples([8], [8], 19, seed=3, padding=0.5, ignore_index=-7)
 
@@ -35,9 +35,9 @@ def test_padding_changes_nothing_else() -> None:
 @pytest.mark.parametrize("padding", ["1.0", "-0.1"])
 def test_all_padding_is_refused(padding: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.padding"):
-        compose_config(["model=simple_text", "loss=cross_entropy", f"data.padding={padding}"])
+        compose(["model=simple_text", "loss=cross_entropy", f"data.padding={padding}"])
 
 
 def test_padding_needs_tokens() -> None:
     with pytest.raises(ConfigError, match=r"data\.padding.*token ids"):
-        compose_config(["data.padding=0.5"])
+        compose(["data.padding=0.5"])

@@ -12,10 +12,11 @@ import yaml
 from torch import nn
 
 from distbench.build import build_fault
+from distbench.composing import compose
 from distbench.config import Fault as FaultConfig
 from distbench.faults.catalogue import ALL, CatalogueFault, catalogue
 from distbench.faults.hooks import on_local_gradient
-from distbench.faults.trial import compose_config, overrides_of, run_trial
+from distbench.faults.trial import overrides_of, run_trial
 from distbench.hydra_edge import conf_dir
 
 FAULTS = catalogue()
@@ -105,7 +106,7 @@ def test_a_seeded_sample_of_settings_composes() -> None:
             rng.choice(fault.ranks),
         )
         own = [f"fault={name}", f"strategy={strategy}", f"precision={precision}", f"launch.nproc={ranks}"]
-        config = compose_config(overrides_of([*own, *fault.overrides_for(strategy, precision, ranks)]))
+        config = compose(overrides_of([*own, *fault.overrides_for(strategy, precision, ranks)]))
         assert config.fault.name == name
         assert (config.strategy.name, config.precision.name, config.launch.nproc) == (strategy, precision, ranks)
 

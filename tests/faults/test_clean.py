@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from distbench.composing import compose
 from distbench.config import world_size
 from distbench.faults.clean import draw, grid
-from distbench.faults.trial import compose_config, overrides_of, run_trial
+from distbench.faults.trial import overrides_of, run_trial
 
 
 def test_an_index_draws_the_same_whatever_was_drawn_before() -> None:
@@ -19,7 +20,7 @@ def test_an_index_draws_the_same_whatever_was_drawn_before() -> None:
 
 def test_drawn_configurations_are_accepted() -> None:
     for index in range(20):
-        compose_config(overrides_of(draw(7, index)))
+        compose(overrides_of(draw(7, index)))
 
 
 def test_draws_cover_what_the_gate_must_pass() -> None:
@@ -45,7 +46,7 @@ def test_the_grid_has_each_combination_once() -> None:
     cells = grid(["ddp", "fsdp"], ["fp32"], ["2", "4"])
     assert len(cells) == 2 * 1 * 2 * 2
     assert len({tuple(cell) for cell in cells}) == len(cells)
-    assert world_size(compose_config(overrides_of(cells[-1]))) == 4
+    assert world_size(compose(overrides_of(cells[-1]))) == 4
 
 
 @pytest.mark.parametrize("index", random.Random(0).sample(range(300), 4))
