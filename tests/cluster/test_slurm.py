@@ -102,6 +102,20 @@ def test_a_job_that_is_asked_to_end_is_queued_again_and_goes_on(slurm: Slurm, tm
     assert losses(run) == losses(straight.run) and len(losses(run)) == 60, "bit for bit as if nothing had happened"
 
 
+def test_a_job_whose_time_is_up_goes_on_in_the_next_as_often_as_asked(slurm: Slurm, tmp_path: Path) -> None:
+    """Slurm's shortest time is a minute. It asks for a checkpoint 35 s before that is over, or a little earlier."""
+    limits = ["launch.slurm.time_min=1", "launch.slurm.signal_s=35", "launch.slurm.requeues=1"]
+    ended = sweep(slurm, *LONG, *limits, "steps=1000000", cwd=tmp_path)
+    assert ended.code != OK, ended.said
+    (run,) = ended.runs
+    record = read_record(run)
+    assert record["status"] == "interrupted", record["reason"]
+    (resumed,) = record["resumes"]
+    first, last = resumed["step"], int(record["last_checkpoint"].rpartition("_")[2])
+    assert 0 < first < last and len(losses(run)) == last, "both times it left a checkpoint of its last step"
+    assert not slurm.queue(), "and it is not queued a second time"
+
+
 def test_a_rank_that_is_killed_is_named(slurm: Slurm, tmp_path: Path) -> None:
     command = start(slurm, *ON_SLURM, *LONG, "steps=5000", cwd=tmp_path)
     run = running(tmp_path, 10)
