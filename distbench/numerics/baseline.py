@@ -79,14 +79,16 @@ class Replay:
         self.policy = PrecisionPolicy(config.precision, device)
         self._called: set[str] = set()
         """Units that the micro-batch at hand has called."""
-        self.models = [self._build() for _ in range(self.shape.world_size)]
+        self.models = [self._build()]
         """Each rank's own, as a rank builds it: buffers and whatever else a module keeps. Weights are shared."""
         self.initial_weights = weights_digest(self.models[0])
-        self.modules = [self.policy.cast(model) for model in self.models]
         self.parameters = dict(self.models[0].named_parameters())
-        for model in self.models[1:]:
+        for _ in range(1, self.shape.world_size):
+            model = self._build()
             for name, parameter in model.named_parameters():
-                parameter.data = self.parameters[name].data
+                parameter.data = self.parameters[name].data  # at once: there are never more than two of them
+            self.models.append(model)
+        self.modules = [self.policy.cast(model) for model in self.models]
         dims = {name: parameter.dim() for name, parameter in self.parameters.items()}
         self.optimizer = build_optimizer(config.optimizer, self.parameters.items(), dims)
         self.schedule = build_schedule(config.optimizer, self.optimizer, config.steps)
