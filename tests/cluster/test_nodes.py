@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -79,3 +80,22 @@ def test_torchrun_on_two_hosts(rendezvous: str, three: list[Host], tmp_path: Pat
     assert sorted(rank["host"] for rank in record["topology"]["ranks"]) == ["node1", "node2"]
     assert [host["ranks"] for host in record["topology"]["hosts"]] == [[0], [1]]
     assert all(host["interfaces"][0]["name"] == "eth0" for host in record["topology"]["hosts"])
+
+
+def test_two_terminals(three: list[Host], tmp_path: Path) -> None:
+    script = str(REPOSITORY / "launch" / "two_terminals.sh")
+    env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": "29714", "NPROC": "1"}
+    words = [*SMALL, "strategy=ddp", "steps=4", "hydra.run.dir=run"]
+    started = [
+        Command(
+            *host.command("bash", script, str(node), "node1", *words),
+            cwd=tmp_path,
+            env={**environment(), **env, "PYTHONPATH": str(REPOSITORY)},
+        )
+        for node, host in enumerate(three[:2])
+    ]
+    for ended in [command.finish() for command in started]:
+        assert ended.code == OK, ended.said
+    record = read_record(tmp_path / "run")
+    assert record["status"] == "passed"
+    assert [rank["host"] for rank in record["topology"]["ranks"]] == ["node1", "node2"]
