@@ -11,6 +11,7 @@ import numpy as np
 from distbench.config import Config
 from distbench.measure import flops
 from distbench.measure.collectives import rows
+from distbench.measure.cores import METER
 from distbench.measure.phases import PHASES
 from distbench.measure.spread import figure, missing
 from distbench.measure.tracked import Tracked
@@ -60,6 +61,7 @@ def section(
         "tokens_per_second": _tokens(ranks),
         "split": _split(ranks[step_time["slowest_rank"]], step_time["slowest_rank"]),
         "data_wait": _worst(ranks, lambda step: step.phases.get("data"), "the data phase's wall time", None),
+        "core_wait": _core_wait(ranks),
         **_communication(ranks, backend),
         "overlap_transfers_to_cuda": backend == "nccl",
         "collectives": table,
@@ -120,6 +122,19 @@ def _worst(ranks: Ranks, value: Callable[[Step], float | None], meter: str, reas
     medians = [statistics.median(v for take in rank for v in take) for rank in known]
     worst = medians.index(max(medians))
     return {**figure(known[worst], "s", meter), "rank": worst}
+
+
+def _core_wait(ranks: Ranks) -> dict[str, Any]:
+    """Of the rank that waited most, with the rank."""
+    table = [[take.core_wait for take in measurement.takes] for measurement in ranks]
+    known = [[value for value in row if value is not None] for row in table]
+    if any(len(row) < len(takes) for row, takes in zip(known, table, strict=True)):
+        return {**missing("s", METER, "/proc/self/task has no schedstat here"), "share": None, "rank": None}
+    medians = [statistics.median(row) for row in known]
+    worst = medians.index(max(medians))
+    step = statistics.fmean(step.seconds for take in ranks[worst].takes for step in take.steps)
+    share = min(1.0, statistics.fmean(known[worst]) / step)
+    return {**figure([[value] for value in known[worst]], "s", METER), "share": share, "rank": worst}
 
 
 def _overhead(ranks: Ranks) -> dict[str, Any]:

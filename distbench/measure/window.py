@@ -16,7 +16,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from distbench.config import Window as WindowConfig
-from distbench.measure import flight, network
+from distbench.measure import cores, flight, network
 from distbench.measure.collectives import Call, calls, is_collective
 from distbench.measure.intervals import Interval, intersection, length
 from distbench.measure.memory import MemoryMeter, memory_meters
@@ -53,6 +53,8 @@ class Take:
     """Column -> bytes."""
     network_bytes: float | None = None
     """Sent over this host's interface in the metered and the absorbed step, a step."""
+    core_wait: float | None = None
+    """Seconds a step, of the thread that waited longest for a core; None where the system does not say."""
     timeline: list[dict[str, Any]] = field(default_factory=list)
     """Of the last metered step."""
 
@@ -145,6 +147,7 @@ class Window:
             recorder.start()
             world.barrier()
             spent: list[dict[str, float]] = []
+            queued = cores.queued()
             asleep: list[float] = []
             for _ in range(1 + self.config.measured):
                 phases.reset()
@@ -154,6 +157,7 @@ class Window:
                 asleep.append(sum(value for name, value in phases.asleep.items() if name != "data"))
             for meter in self.memory:
                 meter.stop()
+            waited = cores.waited(queued, cores.queued())
             after = network.bytes_sent()
             trace = self.traces / f"window{number}" / f"rank{world.rank}.pt.trace.json" if self.traces else None
             recording = recorder.stop(trace)
@@ -170,6 +174,7 @@ class Window:
         take.memory = {meter.column: meter.read(recording) for meter in self.memory}
         if sent is not None and after is not None:
             take.network_bytes = (after - sent) / (1 + self.config.measured)
+        take.core_wait = None if waited is None else waited / (1 + self.config.measured)
         for metrics, parts, slept, interval in zip(metered, spent[1:], asleep[1:], intervals, strict=True):
             busy, exposed = self._communication(recording, interval, slept if phases.blocked else None)
             take.steps.append(Step(metrics.step_seconds, parts, busy / 1e9, exposed, metrics.tokens))

@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 
 from distbench.errors import RunFolderError
+from distbench.measure.cores import CROWDED
 from distbench.report.diff_console import plain
 from distbench.runs.folder import Status, read_record
 from distbench.runs.rank import Ranking
@@ -70,6 +71,9 @@ def _window(window: dict[str, Any]) -> str:
     for name, label in (("exposed_comm", "exposed communication"), ("data_wait", "data wait")):
         if window[name]["median"] is not None:
             parts.append(f"{label} {window[name]['median'] * 1e3:.1f} ms")
+    short = window.get("core_wait", {}).get("share")
+    if short is not None and short >= CROWDED:
+        parts.append(f"cores were short: a thread had none for {short:.0%} of a step")
     parts += window["bytes"]["warnings"]
     return ", ".join(parts)
 

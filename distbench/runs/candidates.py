@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from distbench.config import Order, digest
 from distbench.errors import RunFolderError
+from distbench.measure.cores import CROWDED
 from distbench.runs.folder import Status, read_record
 from distbench.runs.noise import Windows
 from distbench.runs.sides import LEAST, MOST, is_measurable, number_of, settings
@@ -242,7 +243,7 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
     window = as_tree(record.get("window"))
     step_time = Figure.read(window.get("step_time"), positive=True)
     windows, notes = _windows(as_tree(window.get("step_time")), step_time)
-    notes = (*notes, *_quiet(as_tree(window.get("overhead"))))
+    notes = (*notes, *_quiet(as_tree(window.get("overhead"))), *_cores(window))
     status = record.get("status")
     if not isinstance(status, str):
         raise ValueError(f"status {status!r}")
@@ -330,6 +331,14 @@ def _quiet(overhead: dict[str, Any]) -> tuple[str, ...]:
     if high > -UNQUIET:
         return ()
     return (f"the machine was not quiet: steps without meters took {1 / (1 + median):.1f} times as long as those with",)
+
+
+def _cores(window: dict[str, Any]) -> tuple[str, ...]:
+    """A note where ranks waited for cores through much of their steps."""
+    share = as_tree(window.get("core_wait")).get("share")
+    if not isinstance(share, float) or not CROWDED <= share <= 1:
+        return ()
+    return (f"cores were short: a thread could run and had none for {share:.0%} of a step",)
 
 
 def _samples(values: list[Any]) -> NDArray[np.float64]:

@@ -13,7 +13,16 @@ import pytest
 
 from tests.cli import SMALL, Finished, distbench, start
 
-FIGURES = ("overhead", "step_time", "tokens_per_second", "data_wait", "comm_busy", "exposed_comm", "overlap")
+FIGURES = (
+    "overhead",
+    "step_time",
+    "tokens_per_second",
+    "data_wait",
+    "core_wait",
+    "comm_busy",
+    "exposed_comm",
+    "overlap",
+)
 
 
 @pytest.fixture(scope="module")
