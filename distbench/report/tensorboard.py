@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams as torch_hparams
 
 from distbench.runs.folder import RunFolder
 from distbench.trainer import Backward, Observer, StepMetrics, Trainer
@@ -55,17 +57,32 @@ class TensorBoardLog(Observer):
         self.write(window, record["result"]["steps"])
         outcomes = {
             "gate_margin": gate.get("worst_margin"),
+            **{tag.removeprefix("window/"): window.get(tag) for tag in HEADLINES},
             "parallel_error": gate.get("parallel_error"),
             "precision_error": gate.get("precision_error"),
-            **{tag.removeprefix("window/"): value for tag, value in window.items() if tag in HEADLINES},
             **record["result"],
         }
         metrics = {f"hparam/{name}": value for name, value in outcomes.items() if isinstance(value, int | float)}
-        # run_name "." keeps the row in this run instead of making a sub-run of its own.
-        self._writer.add_hparams(hparams(record), metrics, run_name=".")
+        self._add_row(hparams(record), metrics)
         self._writer.close()
 
+    def _add_row(self, chosen: dict[str, str | int | float], metrics: dict[str, float]) -> None:
+        """A row of the hparams table, in this run. (`add_hparams` leaves the order to the alphabet, and the table shows the
+        first five of either kind.)"""
+        assert (file := self._writer.file_writer) is not None
+        experiment, *session = torch_hparams(chosen, metrics)
+        (value,) = experiment.value
+        data = HParamsPluginData.FromString(value.metadata.plugin_data.content)
+        for info in data.experiment.hparam_infos:
+            info.differs = info.name in SHOWN  # the backend sorts by that first
+        value.metadata.plugin_data.content = data.SerializeToString()
+        for summary in (experiment, *session):
+            file.add_summary(summary)
+        self.write(metrics, 0)
 
+
+SHOWN = ("strategy", "precision", "wrap_policy", "prefetch", "world_size")
+"""Of the choices, the columns that the hparams table shows unasked."""
 HEADLINES = ("window/memory/peak_allocated", "window/exposed_comm", "window/step_time", "window/tokens_per_second")
 """Of the window, what the hparams table shows."""
 

@@ -13,7 +13,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from distbench.build import build_trainer
 from distbench.config import Logging, to_container
-from distbench.report.tensorboard import TensorBoardLog, hparams
+from distbench.report.tensorboard import SHOWN, TensorBoardLog, hparams
 from distbench.runs.folder import RunFolder
 from distbench.runs.log import RunLog
 from tests.configs import small
@@ -90,6 +90,11 @@ def test_the_hparams_row_is_in_the_run_itself(folder: RunFolder) -> None:
     assert row["wrap_policy"] == "n/a" and row.keys() == hparams(record).keys()
     assert [path for path in folder.tensorboard.iterdir() if path.is_dir()] == [], "a run below the run"
     assert "hparam/last_loss" in events.Tags()["scalars"]
+    content = events.SummaryMetadata("_hparams_/experiment").plugin_data.content
+    experiment = plugin_data_pb2.HParamsPluginData.FromString(content).experiment
+    # The backend puts those that differ first, and the table shows five.
+    assert {info.name for info in experiment.hparam_infos if info.differs} == set(SHOWN)
+    assert experiment.metric_infos[0].name.tag == "hparam/gate_margin" or record["gate"].get("worst_margin") is None
 
 
 def test_options_are_written_as_the_plugin_takes_them(folder: RunFolder) -> None:
