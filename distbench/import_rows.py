@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from distbench.errors import ExitCode
+from distbench.runs.text import counted
 
 DESCRIPTION = """\
 Make run folders of rows that another tool measured, so that `rank` and `report` show them beside ours. FILE is a JSON list
@@ -31,5 +32,5 @@ def main(argv: list[str]) -> int:
     from distbench.runs.imported import import_rows
 
     folders = import_rows(options.file, options.out, options.like)
-    print(f"{len(folders)} run folders in {options.out}")
+    print(f"{counted(len(folders), 'run folder')} in {options.out}")
     return ExitCode.OK

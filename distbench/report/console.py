@@ -191,7 +191,7 @@ def print_decision(ranking: Ranking, table: bool = True) -> None:
 
 
 def table_console() -> Console:
-    return Console(width=None if os.isatty(1) else 180, soft_wrap=True, highlight=False)
+    return Console(width=None if os.isatty(1) else 400, soft_wrap=True, highlight=False)
 
 
 def _print_runs(rows: list[dict[str, Any]]) -> None:

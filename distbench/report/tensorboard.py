@@ -69,7 +69,8 @@ class TensorBoardLog(Observer):
     def _add_row(self, chosen: dict[str, str | int | float], metrics: dict[str, float]) -> None:
         """A row of the hparams table, in this run. (`add_hparams` leaves the order to the alphabet, and the table shows the
         first five of either kind.)"""
-        assert (file := self._writer.file_writer) is not None
+        file = self._writer.file_writer
+        assert file is not None
         experiment, *session = torch_hparams(chosen, metrics)
         (value,) = experiment.value
         data = HParamsPluginData.FromString(value.metadata.plugin_data.content)
