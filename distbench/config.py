@@ -681,12 +681,17 @@ def resolve_device(config: Config) -> str:
     return config.device.value
 
 
+def num_nodes(config: Config) -> int:
+    """Machines that the configuration asks for."""
+    return int(getattr(config.launch, "nodes", 1))  # ranks that torchrun has made are where they are
+
+
 def world_size(config: Config) -> int:
     """Number of ranks this run has: joined, asked for, or by default one a GPU, two on CPU, one for `single`."""
     joined = joined_world()
     if joined is not None:
         return joined
-    nodes, nproc = getattr(config.launch, "nodes", 1), getattr(config.launch, "nproc", AUTO)
+    nodes, nproc = num_nodes(config), getattr(config.launch, "nproc", AUTO)
     if nproc != AUTO:
         return nodes * int(nproc)
     if config.strategy.name == "single":

@@ -15,6 +15,7 @@ from distbench.config import (
     batch_shape,
     joined_world,
     not_applicable,
+    num_nodes,
     to_container,
     world_size,
 )
@@ -167,8 +168,8 @@ def ready_baseline(config: Config, model: nn.Module | None, folder: RunFolder) -
 
     if not config.gate.enabled or config.resume is not None:
         return None  # a run that is resumed has passed its gate
-    nodes = getattr(config.launch, "nodes", 1)
-    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if joined_world() is not None else world_size(config) // nodes
+    joined = joined_world() is not None
+    local_size = int(os.environ["LOCAL_WORLD_SIZE"]) if joined else world_size(config) // num_nodes(config)
     entry = ensure_baseline(config, model, folder, local_size)
     print(f"    baseline {Path(entry.path).name} {'reused' if entry.reused else 'computed'}", flush=True)
     return entry

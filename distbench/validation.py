@@ -19,6 +19,7 @@ from distbench.config import (
     joined_world,
     not_applicable,
     num_cuda_devices,
+    num_nodes,
     resolve_device,
     world_size,
 )
@@ -278,7 +279,7 @@ def _validate_world(config: Config, elsewhere: bool) -> None:
     nproc = getattr(config.launch, "nproc", AUTO)
     if nproc != AUTO and not isinstance(nproc, int):
         raise ConfigError(f"launch.nproc={nproc!r} must be a number of ranks or auto")
-    nodes = getattr(config.launch, "nodes", 1)
+    nodes = num_nodes(config)
     _positive("launch.nodes", nodes)
     if elsewhere and nproc == AUTO:
         return

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distbench.config import AUTO, Config, TestbedLaunch, from_container, joined_world, to_container
+from distbench.config import AUTO, Config, TestbedLaunch, from_container, joined_world, num_nodes, to_container
 from distbench.errors import ConfigError, DistbenchError, ExitCode, OutputError
 from distbench.launching import local
 from distbench.launching.heartbeat import Beat, ranks_folder
@@ -68,7 +68,7 @@ def here(config: Config) -> Node:
     """Which of the run's machines this is. Raises ConfigError where it should be one of several and is not."""
     if isinstance(config.launch, TestbedLaunch):
         return Node()  # it makes its machines itself
-    nodes, found = getattr(config.launch, "nodes", 1), told()
+    nodes, found = num_nodes(config), told()
     if found is not None and found.count != nodes:
         raise ConfigError(
             f"launch.nodes={nodes}, but this command runs on {found.count} machines; make the two the same"
