@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from distbench.errors import ExitCode
-from distbench.runs.text import counted
+from distbench.runs.text import counted, plain
 
 DESCRIPTION = """\
 Make run folders of rows that another tool measured, so that `rank` and `report` show them beside ours. FILE is a JSON list
@@ -32,5 +32,5 @@ def main(argv: list[str]) -> int:
     from distbench.runs.imported import import_rows
 
     folders = import_rows(options.file, options.out, options.like)
-    print(f"{counted(len(folders), 'run folder')} in {options.out}")
+    print(f"{counted(len(folders), 'run folder')} in {plain(options.out)}")
     return ExitCode.OK

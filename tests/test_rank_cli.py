@@ -87,3 +87,10 @@ def test_an_output_that_cannot_be_written_is_told(words: list[str], sweep: Path)
         )
     assert done.returncode == ExitCode.USAGE
     assert done.stderr == "distbench: cannot write the output: No space left on device\n"
+
+
+def test_import_prints_nothing_that_drives_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.json"
+    rows.write_text('[{"name": "x"}]')
+    assert main(["import", str(rows), "--out", str(tmp_path / "a\x1b[31m")]) == ExitCode.OK
+    assert capsys.readouterr().out == f"1 run folder in {tmp_path}/a\\x1b[31m\n"
