@@ -109,7 +109,7 @@ ROW = {
 
 
 def rows(folder: Path) -> None:
-    (folder / "rows.json").write_text(json.dumps([ROW, {**ROW, "name": "second", "step_time_s": 0.01}]))
+    (folder / "rows.json").write_text(json.dumps([ROW, {**ROW, "name": "second", "step_time_s": 0.0115}]))
     cells = {**ROW, "step_times_s": "0.011;0.012"}
     table = [",".join(cells), ",".join(map(str, cells.values()))]
     (folder / "rows.csv").write_text("\n".join([*table, table[1]]) + "\n")
