@@ -97,7 +97,7 @@ def _run(config: Config, folder: RunFolder, leader: Leader) -> Outcome:
     try:
         config, model, notes = preflight(config, start)
         if config.resume is None or start is None:
-            sections = first_sections(config, folder, notes)
+            sections = first_sections(config, folder, model, notes)
         else:
             sections = resumed_sections(config, folder, step_of(start))
     except BaseException:  # a signal's, too
@@ -140,8 +140,10 @@ def _run(config: Config, folder: RunFolder, leader: Leader) -> Outcome:
     return Outcome(status, EXIT_CODES.get(status, ExitCode.CRASHED))
 
 
-def first_sections(config: Config, folder: RunFolder, notes: list[str]) -> dict[str, Any]:
+def first_sections(config: Config, folder: RunFolder, model: nn.Module | None, notes: list[str]) -> dict[str, Any]:
     """The record before any rank exists. What only ranks know is null until they say it; `reason` says why it stays so."""
+    from distbench.runs.content import content
+
     shape = batch_shape(config)
     return {
         "status": Status.running.value,
@@ -151,6 +153,7 @@ def first_sections(config: Config, folder: RunFolder, notes: list[str]) -> dict[
         "finished": None,
         "config": to_container(config),
         "effective": configuration.digest(configuration.effective(config)),
+        "content": content(config, model),
         "not_applicable": not_applicable(config),
         "environment": environment(),
         "batch": {**shape.to_dict(), "text": str(shape)},

@@ -25,7 +25,7 @@ def sweep(tmp_path: Path) -> Path:
 
 def test_rank(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rank", str(sweep)]) == ExitCode.OK
-    assert "decision     000_fast: fastest of 2, beyond noise" in capsys.readouterr().out
+    assert "decision     000_fast: fastest of 2, beyond the 3 % assumed" in capsys.readouterr().out
     assert main(["rank", str(sweep), "--rule", "smallest_within", "--within-percent", "30", "--json"]) == ExitCode.OK
     tree = json.loads(capsys.readouterr().out)
     assert tree["chosen"] == "001_small" and tree["decide"]["within_percent"] == 30

@@ -13,13 +13,12 @@ from distbench.measure import flops
 from distbench.measure.collectives import rows
 from distbench.measure.cores import METER
 from distbench.measure.phases import PHASES
-from distbench.measure.spread import figure, missing
+from distbench.measure.spread import WALL, figure, missing
 from distbench.measure.tracked import Tracked
 from distbench.measure.traffic import Traffic, on_wire
 from distbench.measure.window import Measurement, Step, Take
 
 MEMORY = ("peak_allocated", "peak_active", "peak_reserved", "device_used", "rss_peak")
-WALL = "time.perf_counter around each step, the device synchronised"
 BUSY = {"gloo": "Gloo's execution intervals (torch profiler, user scopes)", "nccl": "NCCL kernels (torch profiler)"}
 INTERFACE_SLACK = 0.015
 """Share by which the interface's counter may lie below the ledger. Above it lie headers, and other processes' traffic."""

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 2000
+WALL = "time.perf_counter around each step, the device synchronised"
+"""The meter of step times."""
 SEED = 0
 
 

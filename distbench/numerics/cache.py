@@ -17,7 +17,7 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,28 +147,45 @@ def _cpu() -> str:
     return f"{name} {torch.backends.cpu.get_cpu_capability()} {sys.platform}"
 
 
+def text_files(data: TextData) -> list[Path]:
+    """In the order in which they are read."""
+    root = Path(data.path).expanduser().resolve()
+    found = sorted(root.rglob(data.glob)) if root.is_dir() else [root]
+    return [file for file in found if file.is_file()]
+
+
 def _data_files(config: Config) -> list[Any]:
     """Names, sizes and times of the text's files: the samples follow from them."""
     if not isinstance(config.data, TextData):
         return []
-    root = Path(config.data.path).expanduser().resolve()
-    files = sorted(root.rglob(config.data.glob)) if root.is_dir() else [root]
-    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    return [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in text_files(config.data)]
 
 
 def _code(config: Config, model: nn.Module | None) -> str:
     """Digest of the source that computes the baseline: this package's, and the user's model's with what it imported."""
     files = set(Path(__file__).resolve().parents[1].rglob("*.py"))
+    for source in model_sources(config, model):
+        files |= _neighbours(source)
+    return _digest_of(files)
+
+
+def model_sources(config: Config, model: nn.Module | None) -> set[Path]:
+    """Files that define the model's modules, and its factory; torch's own not."""
+    found: set[Path] = set()
     classes: list[Any] = [type(module) for module in model.modules()] if model is not None else []
     if isinstance(config.model, CustomModel):
         classes.append(sys.modules.get(config.model._target_.rpartition(".")[0]))
-    for found in dict.fromkeys(classes):
+    for known in dict.fromkeys(classes):
         try:
-            source = inspect.getsourcefile(found) if found is not None else None
+            source = inspect.getsourcefile(known) if known is not None else None
         except (TypeError, OSError):
             source = None  # built in C, or typed at a prompt: no source to follow
         if source and "/torch/" not in source:
-            files |= _neighbours(Path(source).resolve())
+            found.add(Path(source).resolve())
+    return found
+
+
+def _digest_of(files: Iterable[Path]) -> str:
     content = hashlib.sha256()
     for file in sorted(files):
         content.update(hashlib.sha256(file.read_bytes()).digest())

@@ -81,10 +81,12 @@ def _window(window: dict[str, Any]) -> str:
 def print_failure(path: Path, failure: dict[str, Any]) -> None:
     """The first failure, whole, and where it was; the ranks that ended with it, by number only."""
     if failure["traceback"] is None or failure["user_error"]:
-        print(f"distbench: {failure['message']}", flush=True)
+        print("\n".join(map(plain, f"distbench: {failure['message']}".split("\n"))), flush=True)
     else:
         who = f"rank {failure['rank']}" if failure["rank"] >= 0 else "the baseline's process"
-        print(f"{who} on {failure['host']} failed:\n{failure['traceback'].rstrip()}", flush=True)
+        print(f"{who} on {failure['host']} failed:", flush=True)
+        for line in failure["traceback"].rstrip().split("\n"):
+            print(plain(line), flush=True)
     if not failure["user_error"]:
         for line in failure.get("lines", []):
             print(f"    {plain(line)}")

@@ -86,7 +86,14 @@ def to_html(ranking: Ranking, title: str) -> str:
         _table(ranking),
         _meters(ranking.candidates),
         _front(ranking.candidates),
-        _bar_section("Time", "where a step's time goes, slowest rank, in ms", details, _Detail.time_bars, _ms, 10),
+        _bar_section(
+            "Time",
+            SPLIT,
+            details,
+            _Detail.time_bars,
+            _ms,
+            10,
+        ),
         _bar_section(
             "Memory",
             "by kind at the peak of a tracked step, and below it as predicted",
@@ -100,6 +107,9 @@ def to_html(ranking: Ranking, title: str) -> str:
         _runs(details, len(shown) - len(details)),
     ]
     return document("distbench report", "".join(body), STYLE)
+
+
+SPLIT = "where a step's time goes, slowest rank, in ms: medians of its parts, whose sum is not the median of the whole"
 
 
 def _e(text: object) -> str:
@@ -399,7 +409,12 @@ def _scaling(candidates: list[Candidate]) -> str:
         labels = candidate.labels
         if labels["ranks"].isdigit():
             family = " ".join(labels[key] for key in ("strategy", "precision", "wrap", "prefetch"))
-            families[family].setdefault(int(labels["ranks"]), candidate)  # candidates come by step time
+            if labels["accumulation"] not in ("1", "-"):
+                family += f" x {labels['accumulation']}"
+            ranks = int(labels["ranks"])
+            other = families[family].get(ranks)
+            if other is None or candidate.step_time[0] < other.step_time[0]:
+                families[family][ranks] = candidate
     lines = [(name, sorted(by_ranks.items())) for name, by_ranks in families.items() if len(by_ranks) > 1][:MAX_CURVES]
     if not lines:
         return ""

@@ -89,6 +89,8 @@ class Run:
     notes: tuple[str, ...] = ()
     decide: str | None = None
     """The run's own `decide` options, as JSON."""
+    identity: str | None = None
+    """Of the run, wherever its folder was copied to; None where the record does not say."""
 
     @property
     def name(self) -> str:
@@ -100,11 +102,17 @@ class Reading:
     """What a set of paths holds."""
 
     runs: list[Run] = field(default_factory=list)
+    known: set[str | None] = field(default_factory=set)
+    """Identities of the runs."""
     shared: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Group -> what its runs share, by the key's name."""
     unreadable: list[tuple[Path, str]] = field(default_factory=list)
     refused: list[Path] = field(default_factory=list)
     """Cells that were refused before they started: folders without a record."""
+    copies: int = 0
+    """Folders of runs that were read already, from another place."""
+    links: int = 0
+    """Links to folders, which are not followed: they may lead round in a circle."""
     duplicates: int = 0
     """Cells that were not run, being the same experiment as another."""
 
@@ -118,7 +126,7 @@ def read_runs(paths: Iterable[str | Path]) -> Reading:
     seen: set[tuple[int, int]] = set()
     with _uncollected():
         for folder, kind in (found for path in paths for found in _find(path)):
-            status = folder.stat()
+            status = folder.lstat() if kind == "link" else folder.stat()
             if (identity := (status.st_dev, status.st_ino)) in seen:
                 continue
             seen.add(identity)
@@ -126,6 +134,8 @@ def read_runs(paths: Iterable[str | Path]) -> Reading:
                 reading.duplicates += 1
             elif kind == "refused":
                 reading.refused.append(folder)
+            elif kind == "link":
+                reading.links += 1
             elif kind == "run":
                 _read(folder, reading)
             else:
@@ -158,6 +168,10 @@ def _read(folder: Path, reading: Reading) -> None:
         words = " ".join(f"{type(error).__name__}: {error}".split())[:MAX_REASON]
         reading.unreadable.append((folder, f"{folder / 'record.json'} is damaged: {words}"))
         return
+    if run.identity is not None and run.identity in reading.known:
+        reading.copies += 1
+        return
+    reading.known.add(run.identity)
     reading.runs.append(run)
     reading.shared.setdefault(run.group, shared)
 
@@ -175,7 +189,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _find(path: str | Path) -> Iterator[tuple[Path, str]]:
-    """(folder, `run`, `duplicate`, `refused` or why it cannot be read) at or below a path, in name order."""
+    """(folder, `run`, `duplicate`, `refused`, `link` or why it cannot be read) at or below a path, in name order."""
     root = Path(path)
     if root.is_file() and root.name == "record.json":
         yield root.parent, "run"
@@ -189,6 +203,8 @@ def _find(path: str | Path) -> Iterator[tuple[Path, str]]:
         return
     if not root.is_dir():
         raise RunFolderError(f"{path} is neither a folder nor a record.json")
+    if not root.name:  # `.`: a run has its folder's name
+        root = root.resolve()
     yield from _below(str(root))
 
 
@@ -213,6 +229,7 @@ def _below(root: str) -> Iterator[tuple[Path, str]]:
         if kind := next((kind for name, kind in KINDS.items() if name in found), None):
             yield Path(folder), kind
             continue
+        yield from ((Path(entry.path), "link") for entry in found.values() if entry.is_symlink() and entry.is_dir())
         inner = [name for name in found if not name.startswith(".") and found[name].is_dir(follow_symlinks=False)]
         folders += [found[name].path for name in sorted(inner, reverse=True)]
 
@@ -230,6 +247,7 @@ def comparable(record: dict[str, Any]) -> dict[str, Any]:
     return {
         **shared,
         "seed": config.get("seed"),
+        "content": record.get("content"),
         "device": devices,
         "cpu": [environment.get("cpu"), environment.get("cores")],
         "torch": as_tree(environment.get("packages")).get("torch"),
@@ -244,9 +262,12 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
     step_time = Figure.read(window.get("step_time"), positive=True)
     windows, notes = _windows(as_tree(window.get("step_time")), step_time)
     notes = (*notes, *_quiet(as_tree(window.get("overhead"))), *_cores(window))
+    effective = _text(record.get("effective")) or digest(_experiment(config))
     status = record.get("status")
     if not isinstance(status, str):
         raise ValueError(f"status {status!r}")
+    if (start := record.get("initial_weights")) is not None:  # a factory may read its weights from a file
+        effective = digest([effective, str(start)])
     sweep = as_tree(config.get("sweep"))
     repeat = sweep.get("repeat", 1)
     tier = _text(gate.get("tier"))
@@ -255,7 +276,7 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
         status=status,
         excluded=_excluded(record, config, gate, window, step_time),
         group=group,
-        effective=_text(record.get("effective")) or digest(_experiment(config)),
+        effective=effective,
         repeat=repeat if isinstance(repeat, int) else 1,
         labels=_labels(record, config),
         tier=tier if tier in TIERS else None,
@@ -269,7 +290,15 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
         windows=windows,
         notes=notes,
         decide=_decide(config),
+        identity=_identity(record),
     )
+
+
+def _identity(record: dict[str, Any]) -> str | None:
+    """Who ran, where and when."""
+    ran, host = as_tree(record.get("run")), as_tree(record.get("environment")).get("host")
+    known = [ran.get("name"), ran.get("pid"), record.get("started"), host]
+    return digest(known) if None not in known else None
 
 
 def _excluded(
@@ -283,8 +312,9 @@ def _excluded(
         return "failed its gate" if gate.get("passed") is False or gate.get("tier") == "fail" else UNGATED
     if (fault := _fault(config.get("fault"))) is not None:
         return f"has a deliberate fault: {fault}"
-    if (events := record.get("nonfinite")) and isinstance(events, list):
-        return f"steps that were not finite: {_text(as_tree(events[0]).get('text')) or 'the record does not say which'}"
+    if events := record.get("nonfinite"):
+        first = as_tree(events[0]) if isinstance(events, list) else {}
+        return f"steps that were not finite: {_text(first.get('text')) or 'the record does not say which'}"
     if not window:
         return f"no window: {_text(record.get('window_reason')) or 'the record has none'}"
     if window.get("accepted") is not True:
@@ -319,6 +349,8 @@ def _windows(section: dict[str, Any], step_time: Figure) -> tuple[Windows, tuple
         if len(good):
             kept.append(good)
     notes = (f"{dropped} step times are not positive numbers and left out",) if dropped else ()
+    if dropped and not kept:
+        notes = (f"none of its {dropped} step times is a positive number: the median stands for them",)
     return tuple(kept) or (np.array([step_time.value]),), notes
 
 

@@ -116,16 +116,21 @@ def rank(paths: Iterable[str | Path], decide: Decide | None = None, group: int |
     RunFolderError for a path that is not there and a group that does not exist.
     """
     reading = read_runs(paths)
-    decide = decide or _own_rule(reading.runs)
     groups = _groups(reading, group)
     if not groups:
-        return Ranking(decide, reading, [], None, [], [], None, "there is no readable record")
+        return Ranking(
+            decide or Decide(), reading, [], None, [], [], None, "there is no readable record", _places(reading)
+        )
     chosen_group = groups[(group or 1) - 1]
-    runs = _without_failed_repeats([run for run in reading.runs if run.group == chosen_group.key])
+    runs = [run for run in reading.runs if run.group == chosen_group.key]
+    own, ruled = _own_rule(runs)
+    runs = _of_one_meter(_without_failed_repeats(runs))
+    notes = [*_places(reading), *(ruled if decide is None else [])]
+    decide = decide or own
     unranked = [run for run in runs if run.excluded]
     candidates = _candidates(run for run in runs if not run.excluded)
     _note_other_repeats(candidates, unranked)
-    ranking = Ranking(decide, reading, groups, chosen_group, candidates, unranked, None, "")
+    ranking = Ranking(decide, reading, groups, chosen_group, candidates, unranked, None, "", notes)
     if not candidates:
         ranking.why = _why_none(unranked)
         return ranking
@@ -137,22 +142,60 @@ def rank(paths: Iterable[str | Path], decide: Decide | None = None, group: int |
     return ranking
 
 
-def _own_rule(runs: Sequence[Run]) -> Decide:
+def _own_rule(runs: Sequence[Run]) -> tuple[Decide, list[str]]:
+    """The rule that these runs were started with, or the fastest, and why."""
     own = {run.decide for run in runs if run.decide}
-    if len(own) != 1:
-        return Decide()
-    tree = json.loads(own.pop())
+    if not own:
+        return Decide(), []
+    if len(own) > 1:
+        return Decide(), ["the runs were started with different rules: the fastest is looked for; --rule says another"]
     try:
-        return Decide(Rule[tree["rule"]], tree.get("memory_gib"), float(tree["within_percent"]))
+        tree = json.loads(own.pop())
+        rule, within = Rule[tree["rule"]], float(tree["within_percent"])
+        memory = None if tree.get("memory_gib") is None else float(tree["memory_gib"])
     except (KeyError, TypeError, ValueError):
-        return Decide()
+        return Decide(), ["the rule in the records cannot be read: the fastest is looked for"]
+    needs_memory = rule is Rule.fastest_within_memory
+    if (
+        not 0 <= within < math.inf
+        or (memory is not None and not 0 < memory < math.inf)
+        or (needs_memory and memory is None)
+    ):
+        return Decide(), ["the rule in the records makes no sense: the fastest is looked for"]
+    return Decide(rule, memory, within), []
+
+
+def _places(reading: Reading) -> list[str]:
+    """What was found and not read."""
+    found = []
+    if reading.copies:
+        found.append(f"{counted(reading.copies, 'run folder')} left out: copies of runs that are there already")
+    if reading.links:
+        found.append(f"{counted(reading.links, 'link')} to folders not followed: name them, to have them read")
+    return found
+
+
+def _of_one_meter(runs: list[Run]) -> list[Run]:
+    """Step times of different meters are not compared: that of our own runs counts, without any the one that most have."""
+    there = [run for run in runs if not run.excluded]
+    meters = Counter(str(run.step_time.meter) for run in there)
+    if len(meters) < 2:
+        return runs
+    own = Counter(str(run.step_time.meter) for run in there if not run.labels["from"]) or meters
+    kept = max(own, key=lambda meter: (own[meter], meter))
+    return [
+        run
+        if run.excluded or str(run.step_time.meter) == kept
+        else replace(run, excluded=f"step time measured by {run.step_time.meter}, the others' by {kept}: not compared")
+        for run in runs
+    ]
 
 
 def _groups(reading: Reading, wanted: int | None) -> list[Group]:
     """Largest first; `differs` is against the one that is ranked."""
     runs = Counter(run.group for run in reading.runs)
     rankable = Counter(run.group for run in reading.runs if not run.excluded)
-    keys = sorted(runs, key=lambda key: (-rankable[key], -runs[key]))  # stable: then the order they were found in
+    keys = sorted(runs, key=lambda key: (-rankable[key], -runs[key], key))  # whatever order they were found in
     if wanted is not None and not 1 <= wanted <= max(1, len(keys)):
         raise RunFolderError(f"there is no group {wanted}; there are {len(keys)}")
     if not keys:
@@ -213,7 +256,8 @@ def _candidates(runs: Iterable[Run]) -> list[Candidate]:
     merged: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         merged[run.effective].append(run)
-    return [_candidate(same) for same in merged.values()]
+    found = [_candidate(sorted(same, key=lambda run: (run.name, str(run.path)))) for same in merged.values()]
+    return sorted(found, key=lambda candidate: (candidate.name, str(candidate.runs[0].path)))
 
 
 def _candidate(runs: list[Run]) -> Candidate:
@@ -227,7 +271,7 @@ def _candidate(runs: list[Run]) -> Candidate:
         memory=memory,
         memory_low=None if memory.value is None else min(r.memory.value for r in runs if r.memory.value is not None),
         exposed=_together([run.exposed for run in runs], statistics.median),
-        tokens=_together([run.tokens for run in runs], statistics.median),
+        tokens=_together([run.tokens for run in runs], statistics.geometric_mean),  # as step times are
         notes=[note for run in runs for note in run.notes],
     )
 
@@ -401,16 +445,17 @@ class _Decision:
             return f"{what}: the only one of {len(self.candidates)} that qualifies"
         if ties:
             names = ", ".join(tie.name for tie in ties[:3]) + (f" and {len(ties) - 3} more" if len(ties) > 3 else "")
-            if self.rule.rule in (Rule.fastest, Rule.fastest_within_memory) and self._slower_median():
+            if self.rule.rule in (Rule.fastest, Rule.fastest_within_memory) and self._slower_median(ties):
                 return f"{what} of {num_eligible} within the noise, for its less memory; the same step time as {names}"
             return f"{what} of {num_eligible}, but no difference beyond noise to {names}{self._unsure_within()}"
         within = rule.rule in (Rule.smallest_within, Rule.most_accurate_within)
-        return f"{what} of {num_eligible}{self._unsure_within() if within else ', beyond noise'}"
+        sure = f"beyond the {100 * ASSUMED_BETWEEN:g} % assumed" if self.times.assumed else "beyond noise"
+        return f"{what} of {num_eligible}{self._unsure_within() if within else f', {sure}'}"
 
-    def _slower_median(self) -> bool:
+    def _slower_median(self, ties: list[Candidate]) -> bool:
         """Whether someone that is as good within the noise has a lower median than the choice."""
-        choice = next(index for index, candidate in enumerate(self.candidates) if candidate.chosen)
-        return bool(self.times.log_medians[choice] > self.times.log_medians.min())
+        choice = next(candidate for candidate in self.candidates if candidate.chosen)
+        return any(tie.step_time[0] < choice.step_time[0] for tie in ties)
 
     def _unsure_within(self) -> str:
         """How much slower the choice may be, where the noise does not place it within the rule's percentage for sure."""
@@ -444,11 +489,6 @@ class _Decision:
             )
         if len(self.candidates) > 1 and not times.assumed:
             notes.append(self._resolution())
-        meters = Counter(str(c.runs[0].step_time.meter) for c in self.candidates)
-        if len(meters) > 1:
-            notes.append(
-                f"step times were taken by different meters: {', '.join(f'{m} ({n})' for m, n in meters.items())}"
-            )
         others = Counter(
             str(c.memory.meter) for c in self.candidates if c.memory.value is not None and c.memory.meter != self.meter
         )

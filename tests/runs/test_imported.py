@@ -27,14 +27,19 @@ def test_beside_ours_and_never_chosen_ungated(tmp_path: Path) -> None:
         {"name": "theirs", "strategy": "zero3", "step_time_s": 0.001, "peak_memory_bytes": 1000},
         {"name": "gated", "strategy": "zero3", "step_times_s": [0.02, 0.021, 0.022], "gate_tier": "tolerance"},
     ]
+    rows.append({**rows[1], "name": "unnamed", "step_times_s": [0.001, 0.001, 0.001]})
+    rows[1]["step_time_meter"] = "perf_counter, slowest rank"
     made = import_rows(file(tmp_path, rows), tmp_path / "theirs", like=ours)
-    assert [path.name for path in made] == ["000_theirs", "001_gated"]
+    assert [path.name for path in made] == ["000_theirs", "001_gated", "002_unnamed"]
     ranking = rank([tmp_path / "ours", tmp_path / "theirs"])
     assert ranking.chosen is not None and ranking.chosen.runs[0].path == ours
     shown = {row.cells["run"]: row for row in decision_rows(ranking)}
     assert shown["theirs"].cells["strategy"] == "zero3 (rows.json)"
     assert shown["theirs"].cells["ms/step"] == "1" and shown["theirs"].why == "ungated"
     assert shown["gated"].cells["gate"] == "tolerance" and "memory not compared" in shown["gated"].why
+    assert shown["unnamed"].why == (
+        "step time measured by another tool's, the others' by perf_counter, slowest rank: not compared"
+    )
 
 
 def test_without_a_run_of_ours_they_are_a_group_of_their_own(tmp_path: Path) -> None:
