@@ -218,7 +218,7 @@ def _step_time(row: dict[str, Any]) -> float | None:
 def _reference(like: Path | None) -> dict[str, dict[str, Any]]:
     """The sections of a run's record that imported rows share with it, empty without one."""
     record = read_record(like) if like is not None else {}
-    shared = {name: as_tree(record.get(name)) for name in ("config", "environment", "topology")}
+    shared = {name: as_tree(record.get(name)) for name in ("config", "content", "environment", "topology")}
     settings(shared, (like or Path()) / "record.json")  # refuses what is nested too deeply to be written again
     return shared
 
@@ -253,6 +253,7 @@ def _record(row: dict[str, Any], file: Path, reference: dict[str, dict[str, Any]
     for group, key in options.items():
         config[group] = {key: row.get("wrap" if group == "wrap_policy" else group, "-")}
     config["sweep"] = {"repeat": row.get("repeat", 1)}
+    config["launch"] = {"testbed": as_tree(reference["config"].get("launch")).get("testbed")}
     device = [{"device_name": row.get("device", "unknown")}]
     batch = {"world_size": row.get("world_size"), "accumulation": row.get("accumulation")}
     tool, tier = row.get("imported_from", file.name), row.get("gate_tier")
@@ -265,6 +266,7 @@ def _record(row: dict[str, Any], file: Path, reference: dict[str, dict[str, Any]
         "started": None,
         "finished": now(),
         "config": config,
+        "content": reference["content"] or None,
         "effective": digest({"imported": True, **experiment}),
         "not_applicable": {},
         "environment": reference["environment"] or {"packages": {"torch": row.get("torch")}},

@@ -22,7 +22,7 @@ def file(root: Path, rows: Any, name: str = "rows.json") -> Path:
 
 
 def test_beside_ours_and_never_chosen_ungated(tmp_path: Path) -> None:
-    (ours,) = candidate(tmp_path / "ours", "a", 10)
+    (ours,) = candidate(tmp_path / "ours", "a", 10, content={"model_code": "1", "data": None})
     rows = [
         {"name": "theirs", "strategy": "zero3", "step_time_s": 0.001, "peak_memory_bytes": 1000},
         {"name": "gated", "strategy": "zero3", "step_times_s": [0.02, 0.021, 0.022], "gate_tier": "tolerance"},
