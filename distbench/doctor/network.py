@@ -6,6 +6,7 @@ Ranks are started as a run's are: on this machine, on each node, on the hosts of
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,7 @@ def lead(config: Config, folder: RunFolder, node: Node) -> Outcome:
         print_failure(folder.path, failure)
         return Outcome(Status(failure["status"]), failure["exit_code"])
     except (local.Interrupted, KeyboardInterrupt):
+        print("distbench: interrupted", file=sys.stderr)
         return Outcome(Status.interrupted, ExitCode.INTERRUPTED)
     finally:
         leader.end()

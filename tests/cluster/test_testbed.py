@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from distbench.config import Config, Link, threads_per_rank
+from distbench.doctor.network import read_network
 from distbench.errors import ConfigError
 from distbench.launching import testbed
 from distbench.runs.folder import find_runs, read_record
@@ -72,6 +73,21 @@ def test_delay_is_in_every_collective(tmp_path: Path) -> None:
     scalars = next(row for row in ended.record["window"]["collectives"] if row["dtype"] == "float64")
     assert scalars["transfer"] >= 2 * delay / 1e3
     assert not ended.record["window"]["bytes"]["warnings"]
+
+
+@has_hosts
+def test_the_doctor_between_hosts_and_in_the_record_of_a_run_over_the_same_link(tmp_path: Path) -> None:
+    link = [*ON_TESTBED, "launch.testbed.rate=500mbit"]
+    well(distbench("doctor", "--network", "--largest", "1", *link, cwd=tmp_path))
+    (file,) = (tmp_path / "outputs").glob("*_network/network.json")
+    found = read_network(file)
+    assert [host["host"] for host in found["hosts"]] == ["node1", "node2"] and found["pairs"]["between"] == "hosts"
+    assert found["pairs"]["typical"]["bandwidth"] == pytest.approx(500e6 / 8, rel=0.15)
+    for rate, known in (("500mbit", True), ("400mbit", False)):
+        run = tmp_path / f"at{rate}"
+        words = [*ON_TESTBED, f"launch.testbed.rate={rate}", *SMALL, "steps=3", f"hydra.run.dir={run}"]
+        well(distbench(*words, cwd=tmp_path))
+        assert (read_record(run)["topology"]["network"] is not None) == known
 
 
 @has_hosts
