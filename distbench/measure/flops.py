@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch
 
-from distbench.config import Config, SimpleModel, batch_shape
+from distbench.config import Config, SimpleModel, TextData, batch_shape
 
 GPU_PEAKS = {
     "A100": {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12, "fp64": 9.7e12},
@@ -28,9 +29,17 @@ def closed_form(config: Config) -> int | None:
     model = config.model
     if not isinstance(model, SimpleModel):
         return None
-    rows, d = batch_shape(config).global_batch * model.seq_len, model.hidden_dim
+    rows, d = batch_shape(config).global_batch * rows_per_sample(config), model.hidden_dim
     blocks = 54 * model.num_layers * d * d * rows
     return blocks - 2 * d * d * rows if model.vocab_size is None else blocks + 6 * d * model.vocab_size * rows
+
+
+def rows_per_sample(config: Config) -> int:
+    """Rows of d elements that one sample is in the simple stack: what the data has, which `model.seq_len` need not be."""
+    data = config.data
+    if isinstance(data, TextData):
+        return data.seq_len
+    return math.prod(data.input_shape if data.vocab_size is not None else data.input_shape[:-1])
 
 
 def known_peak(device: torch.device, dtype: str) -> tuple[float | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from distbench.config import AdamW, Config, SimpleModel, batch_shape
+from distbench.measure.flops import rows_per_sample
 from distbench.precision import DTYPES
 from distbench.trainer import Trainer
 
@@ -20,7 +21,7 @@ def predict_memory(config: Config, trainer: Trainer) -> dict[str, int | None]:
     copies = 2 if isinstance(config.optimizer, AdamW) else int(config.optimizer.momentum > 0)
     activations = None
     if isinstance(model := config.model, SimpleModel) and model.vocab_size is None and not config.precision.autocast:
-        rows = batch_shape(config).micro_batch * model.seq_len
+        rows = batch_shape(config).micro_batch * rows_per_sample(config)
         itemsize = DTYPES[config.precision.compute_dtype].itemsize
         activations = (11 * model.num_layers + 4) * rows * model.hidden_dim * itemsize
     return {
