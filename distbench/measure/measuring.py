@@ -48,21 +48,21 @@ def window_sections(
     ]
     world.barrier()
     rate = flops.calibrate(world.device, DTYPES[dtype])
-    ranks = world.gather((measured, rate))
-    predicted = predict_memory(config, trainer)
+    ranks = world.gather((measured, rate, predict_memory(config, trainer)))
 
     def sections(tracked: list[Tracked], **untracked: str) -> dict[str, Any]:
         found = section(
             config,
-            [own for own, _ in ranks],
+            [own for own, _, _ in ranks],
             tracked,
+            [predicted for _, _, predicted in ranks],
             promised,
             flops.known_peak(world.device, dtype),
-            [rate for _, rate in ranks],
+            [rate for _, rate, _ in ranks],
             world.backend if world.size > 1 else None,
             **untracked,
         )
-        return {"window": {**found, "memory_predicted": predicted}, "window_reason": None}
+        return {"window": found, "window_reason": None}
 
     if not config.window.track:
         return sections([])

@@ -11,7 +11,7 @@ import numpy as np
 from distbench.config import Config
 from distbench.measure import flops
 from distbench.measure.collectives import rows
-from distbench.measure.cores import METER
+from distbench.measure.cores import CROWDED, METER
 from distbench.measure.phases import PHASES
 from distbench.measure.spread import WALL, figure, missing
 from distbench.measure.tracked import Tracked
@@ -30,20 +30,22 @@ def section(
     config: Config,
     ranks: Ranks,
     tracked: Sequence[Tracked],
+    predicted: Sequence[dict[str, int | None]],
     promised: Sequence[Traffic],
     peak: tuple[float | None, str],
     rates: Sequence[float],
     backend: str | None,
     untracked: str = "window.track=false",
 ) -> dict[str, Any]:
-    """`ranks`, `tracked`: every rank's, in rank order; `untracked`: why nothing is tracked, if so. `promised`: the
-    strategy's and the trainer's traffic of one step. `peak`: one device's known FLOP/s and its source. `rates`: each rank's
-    calibrated FLOP/s."""
+    """`ranks`, `tracked`, `predicted` (memory): every rank's, in rank order; `untracked`: why nothing is tracked, if so.
+    `promised`: the strategy's and the trainer's traffic of one step. `peak`: one device's known FLOP/s and its source.
+    `rates`: each rank's calibrated FLOP/s."""
     window = config.window
     step_time = _slowest(ranks)
     overhead = _overhead(ranks)
     too_much = _costs_too_much(ranks, overhead, window.max_overhead)
     table = _collectives(ranks, tracked, window.measured, backend)
+    memory = {column: _memory(ranks, column) for column in MEMORY}
     flop = _flops(config, tracked, untracked)
     return {
         "name": window.name,
@@ -65,13 +67,13 @@ def section(
         "overlap_transfers_to_cuda": backend == "nccl",
         "collectives": table,
         "collectives_reason": next((t.calls_reason for t in ranks[0].takes if t.calls_reason), None),
-        "memory": {column: _memory(ranks, column) for column in MEMORY},
-        **_by_kind(tracked, untracked),
+        "memory": memory,
+        **_by_kind(memory["peak_allocated"]["rank"], tracked, predicted, untracked),
         "bytes": audit(promised, table, ranks, backend),
         "flops": flop,
         **_mfu(flop["per_step"], step_time["median"], peak, rates),
         "timeline": [measurement.takes[-1].timeline for measurement in ranks],
-        "ranks": [_rank(rank, measurement) for rank, measurement in enumerate(ranks)],
+        "ranks": [_rank(rank, measurement, backend) for rank, measurement in enumerate(ranks)],
     }
 
 
@@ -125,15 +127,22 @@ def _worst(ranks: Ranks, value: Callable[[Step], float | None], meter: str, reas
 
 def _core_wait(ranks: Ranks) -> dict[str, Any]:
     """Of the rank that waited most, with the rank."""
-    table = [[take.core_wait for take in measurement.takes] for measurement in ranks]
-    known = [[value for value in row if value is not None] for row in table]
-    if any(len(row) < len(takes) for row, takes in zip(known, table, strict=True)):
+    shares = [_core_share(measurement) for measurement in ranks]
+    known = [[take.core_wait for take in m.takes if take.core_wait is not None] for m in ranks]
+    if None in shares:
         return {**missing("s", METER, "/proc/self/task has no schedstat here"), "share": None, "rank": None}
     medians = [statistics.median(row) for row in known]
     worst = medians.index(max(medians))
-    step = statistics.fmean(step.seconds for take in ranks[worst].takes for step in take.steps)
-    share = min(1.0, statistics.fmean(known[worst]) / step)
-    return {**figure([[value] for value in known[worst]], "s", METER), "share": share, "rank": worst}
+    return {**figure([[value] for value in known[worst]], "s", METER), "share": shares[worst], "rank": worst}
+
+
+def _core_share(measurement: Measurement) -> float | None:
+    """How much of a rank's mean step its thread that waited longest had no core; None where a window does not say."""
+    waits = [take.core_wait for take in measurement.takes if take.core_wait is not None]
+    if len(waits) < len(measurement.takes):
+        return None
+    step = statistics.fmean(step.seconds for take in measurement.takes for step in take.steps)
+    return min(1.0, statistics.fmean(waits) / step)
 
 
 def _overhead(ranks: Ranks) -> dict[str, Any]:
@@ -147,14 +156,18 @@ def _overhead(ranks: Ranks) -> dict[str, Any]:
 
 ENOUGH_PAIRS = 10
 """Of metered and reference steps, below which their ratio's interval says more of the machine than of the meters."""
+ENOUGH_WINDOWS = 3
+"""Alike, for the same reason: two that something else slowed down are no rare thing."""
 
 
 def _costs_too_much(ranks: Ranks, overhead: dict[str, Any], limit: float) -> bool:
-    """For sure only: enough pairs, all of the interval above the limit, and every window alike."""
+    """For sure only: cores for everyone, enough pairs, all of the interval above the limit, and every window alike."""
     takes = ranks[0].takes
     pairs = sum(min(len(take.steps), len(take.reference)) for take in takes)
-    if overhead["low"] is None or overhead["low"] <= limit or pairs < ENOUGH_PAIRS or len(takes) < 2:
+    if overhead["low"] is None or overhead["low"] <= limit or pairs < ENOUGH_PAIRS or len(takes) < ENOUGH_WINDOWS:
         return False
+    if any((_core_share(measurement) or 0.0) >= CROWDED for measurement in ranks):
+        return False  # what shares the cores may have slowed down the metered steps and not the others
     slower = [
         statistics.median(s.seconds for s in take.steps) > (1 + limit) * statistics.median(take.reference)
         for measurement in ranks
@@ -183,14 +196,15 @@ def _communication(ranks: Ranks, backend: str | None) -> dict[str, Any]:
     return {"comm_busy": busy, "exposed_comm": exposed, "overlap": figure(shares, "ratio", meter)}
 
 
-def _rank(rank: int, measurement: Measurement) -> dict[str, Any]:
+def _rank(rank: int, measurement: Measurement, backend: str | None) -> dict[str, Any]:
     steps = [step for take in measurement.takes for step in take.steps]
-    exposed = [step.exposed for step in steps if step.exposed is not None]
+    busy = [step.comm_busy for step in steps if backend is not None]
+    exposed = [step.exposed for step in steps if backend is not None and step.exposed is not None]
     return {
         "rank": rank,
         "step_time": statistics.median(step.seconds for step in steps),
         "data_wait": statistics.median(step.phases.get("data", 0.0) for step in steps),
-        "comm_busy": statistics.median(step.comm_busy for step in steps),
+        "comm_busy": statistics.median(busy) if busy else None,
         "exposed_comm": statistics.median(exposed) if exposed else None,
         "memory": {column: _peak(measurement, column) for column in MEMORY},
     }
@@ -297,13 +311,22 @@ def _memory(ranks: Ranks, column: str) -> dict[str, Any]:
     return {"bytes": max(known), "rank": peaks.index(max(known)), "meter": ranks[0].meters[column], "reason": None}
 
 
-def _by_kind(tracked: Sequence[Tracked], untracked: str) -> dict[str, Any]:
-    """Of the rank with the largest sum."""
+def _by_kind(
+    rank: int | None, tracked: Sequence[Tracked], predicted: Sequence[dict[str, int | None]], untracked: str
+) -> dict[str, Any]:
+    """Tracked and predicted, both of one rank: the one with the window's peak, or, where that is not known, the one with the
+    largest sum."""
     known = [t.memory for t in tracked if t.memory is not None]
+    reason = None
     if not known or len(known) < len(tracked):
         reason = next((t.reasons["memory"] for t in tracked if "memory" in t.reasons), untracked)
-        return {"memory_by_kind": None, "memory_by_kind_reason": reason}
-    return {"memory_by_kind": max(known, key=lambda kinds: sum(kinds.values())), "memory_by_kind_reason": None}
+    if rank is None:
+        rank = 0 if reason else max(range(len(known)), key=lambda one: sum(known[one].values()))
+    return {
+        "memory_by_kind": None if reason else {**known[rank], "rank": rank},
+        "memory_by_kind_reason": reason,
+        "memory_predicted": {**predicted[rank], "rank": rank},
+    }
 
 
 # --- FLOPs

@@ -85,7 +85,8 @@ def test_the_kinds_of_memory_add_up_to_the_peak(sweep: Finished, strategy: str) 
     peak = window["memory"]["peak_allocated"]["bytes"]
     unit = 4 * (9 * 6 * 6 + 8 * 6)  # what fully_shard gathers at once, and not in each step at the same moment
     slack = 1.1 * unit if strategy == "fsdp2" else 0.02 * peak
-    assert sum(window["memory_by_kind"].values()) == pytest.approx(peak, abs=slack)
+    kinds = {kind: size for kind, size in window["memory_by_kind"].items() if kind != "rank"}
+    assert sum(kinds.values()) == pytest.approx(peak, abs=slack)
 
 
 def test_traces_are_there_for_every_rank_and_window(sweep: Finished) -> None:

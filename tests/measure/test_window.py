@@ -10,9 +10,25 @@ from typing import Any
 import pytest
 
 from distbench.build import build_trainer, set_determinism
-from distbench.config import AdamW, BlockWrap, Config, DDPStrategy, FSDP2Strategy, NoWrap, SizeWrap, Window
+from distbench.config import (
+    AdamW,
+    BlockWrap,
+    Config,
+    DDPStrategy,
+    FSDP2Strategy,
+    Loss,
+    LossKind,
+    NoWrap,
+    SimpleModel,
+    SizeWrap,
+    SyntheticData,
+    TextData,
+    Window,
+)
 from distbench.launching.world import World
+from distbench.measure.flops import closed_form
 from distbench.measure.measuring import own_traffic
+from distbench.measure.predicted import predict_memory
 from distbench.measure.section import section
 from distbench.measure.tracked import track
 from distbench.measure.window import Window as Measuring
@@ -55,6 +71,7 @@ def measured(world: World, config: Config, slow: dict[int, float], data: float =
         config,
         ranks,
         tracks if config.window.track else [],
+        world.gather(predict_memory(config, trainer)),
         [*promised, *own_traffic(config, world.size)],
         (None, "unknown"),
         [1e9] * world.size,
@@ -147,6 +164,8 @@ def test_the_tensor_peak_is_the_sum_of_its_kinds(strategy: str, ranks: int, prec
     """Which is the memory tracker's: test_kinds.py. How far fully_shard's gathers overlap is not the same in each step, so
     there one unit's may be in the one figure and not in the other."""
     found = run_distributed(measured, ranks, config(strategy, precision=precision), {})[0]
+    rank = found["memory_by_kind"].pop("rank")
+    assert rank == found["memory_predicted"]["rank"] == found["memory"]["peak_allocated"]["rank"]
     tracked = sum(found["memory_by_kind"].values())
     unit = (9 * 13 * 13 + 8 * 13) * (4 if precision == "fp32" else 2)
     slack = 1.1 * unit if strategy.startswith("fsdp2") else 0.01 * tracked
@@ -176,6 +195,32 @@ def test_flops_are_the_closed_form() -> None:
     assert found["mfu_calibrated"]["value"] == pytest.approx(
         found["flops"]["per_step"] / found["step_time"]["median"] / 2e9
     )
+
+
+@pytest.mark.parametrize("vocab", [None, 19])
+def test_flops_and_activations_are_of_what_the_data_has(vocab: int | None) -> None:
+    """`model.seq_len` says what a model's own shapes default to; the samples may be longer or shorter."""
+    shape = [7] if vocab else [7, 13]
+    changes: dict[str, Any] = {"loss": Loss(LossKind.cross_entropy)} if vocab else {}
+    wanted = config("single", data=SyntheticData(input_shape=shape, target_shape=shape, vocab_size=vocab), **changes)
+    wanted = replace(wanted, model=SimpleModel(num_layers=3, hidden_dim=13, seq_len=3, vocab_size=vocab))
+    found = run_distributed(measured, 1, wanted, {})[0]
+    assert found["flops"]["meter"].startswith("torch") and found["flops"]["per_step"] == found["flops"]["closed_form"]
+    activations = found["memory_predicted"]["activations"]
+    assert activations == (None if vocab else (11 * 3 + 4) * 12 * 7 * 13 * 4)
+
+
+def test_the_closed_form_of_text_has_the_texts_length() -> None:
+    model = SimpleModel(num_layers=2, hidden_dim=8, seq_len=32, vocab_size=256)
+    wanted = replace(small("single"), model=model, data=TextData(path="books", seq_len=16))
+    drawn = replace(wanted, data=SyntheticData(input_shape=[16], target_shape=[16], vocab_size=256))
+    assert closed_form(wanted) == closed_form(drawn) == 12 * 16 * (54 * 2 * 8 * 8 + 6 * 8 * 256)
+
+
+def test_one_process_communicates_nothing_on_its_only_rank_too() -> None:
+    found = run_distributed(measured, 1, config("single"), {})[0]
+    assert found["comm_busy"]["median"] is None
+    assert (found["ranks"][0]["comm_busy"], found["ranks"][0]["exposed_comm"]) == (None, None)
 
 
 class Ear(Observer):
