@@ -253,7 +253,7 @@ class _Detail:
             parts = [(kind, value) for kind in tree if kind in KINDS and (value := _value(tree[kind])) is not None]
             if parts and sum(value for _, value in parts) > 0:
                 total = readable_bytes(sum(value for _, value in parts))
-                meter = "closed form" if faint else "tracked step"
+                meter = f"{'closed form' if faint else 'tracked step'}, rank {tree.get('rank', '?')}"
                 found.append(Bar(name, parts, total, meter, faint))
         return found if found and not found[0].faint else []
 

@@ -115,11 +115,21 @@ def window_scalars(window: dict[str, Any] | None) -> dict[str, float]:
         return {}
     found: dict[str, Any] = {
         f"window/{name}": window[name]["median"]
-        for name in ("step_time", "tokens_per_second", "data_wait", "comm_busy", "exposed_comm", "overlap", "overhead")
+        for name in (
+            "step_time",
+            "tokens_per_second",
+            "data_wait",
+            "core_wait",
+            "comm_busy",
+            "exposed_comm",
+            "overlap",
+            "overhead",
+        )
     }
     found |= {f"window/split/{name}": value for name, value in window["split"].items() if name != "rank"}
     found |= {f"window/memory/{name}": value["bytes"] for name, value in window["memory"].items()}
-    found |= {f"window/memory_by_kind/{name}": value for name, value in (window["memory_by_kind"] or {}).items()}
+    kinds = window["memory_by_kind"] or {}
+    found |= {f"window/memory_by_kind/{name}": value for name, value in kinds.items() if name != "rank"}
     found |= {f"window/bytes/{name}": window["bytes"][name] for name in ("formula", "ledger", "interface")}
     found |= {f"window/{name}": window[name]["value"] for name in ("mfu", "mfu_calibrated")}
     return {tag: float(value) for tag, value in found.items() if value is not None}
