@@ -34,7 +34,7 @@ def group_options() -> dict[str, list[str]]:
     return {
         group.name: sorted(option.stem for option in group.glob("*.yaml"))
         for group in sorted(conf_dir().iterdir())
-        if group.is_dir()
+        if group.is_dir() and any(group.glob("*.yaml"))
     }
 
 

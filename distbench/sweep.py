@@ -56,6 +56,14 @@ def report_interrupted() -> None:
     for folder, decide in _unfinished:
         if folder.exists():
             conclude(folder, decide)
+            print(
+                "go on        the same command with sweep.resume=true runs the cells that have not passed", flush=True
+            )
+
+
+def lost() -> None:
+    """Of a cell that ran in another process nothing is left, not even a record to say so."""
+    _exit_codes.append(ExitCode.CRASHED)
 
 
 def conclude(folder: Path, decide: DictConfig, elsewhere: bool = False) -> None:

@@ -186,6 +186,11 @@ def _validate_data(config: Config) -> None:
         _validate_text(config)
     else:
         if model.name == "custom" and not model.input_shape and not data.input_shape:
+            if model.vocab_size is not None:
+                raise ConfigError(
+                    f"model=custom: with model.vocab_size={model.vocab_size} a sample is token ids; set their number, "
+                    "model.input_shape=[16] model.target_shape=[16] for 16 of them, or data=text data.seq_len=16"
+                )
             raise ConfigError(
                 "model=custom: model.input_shape=[] and data=synthetic draws inputs of that shape; set "
                 "model.input_shape and model.target_shape to one sample's, such as model.input_shape=[64] "

@@ -18,6 +18,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from omegaconf import DictConfig, OmegaConf
 
+from distbench import sweep
 from distbench.errors import ExitCode
 from distbench.launching import local
 from distbench.runs import environment
@@ -115,7 +116,8 @@ def _result(job: Any, path: Path, number: int) -> JobReturn:
         )
         returned.return_value = _lost(path, str(job.state), str(error).splitlines()[0])
     value = returned.return_value if returned.status == JobStatus.COMPLETED else {"status": "crashed"}
-    print(f"{name}: {value.get('status') if isinstance(value, dict) else value}", flush=True)
+    reason = f" ({value['reason']})" if isinstance(value, dict) and value.get("reason") else ""
+    print(f"{name}: {value.get('status') if isinstance(value, dict) else value}{reason}", flush=True)
     return returned
 
 
@@ -127,4 +129,6 @@ def _lost(path: Path, state: str, why: str) -> dict[str, Any]:
         RunFolder(path).update_record(status=status, reason=reason, finished=now())
     elif known is not None:
         status = known
+    else:
+        sweep.lost()
     return {"status": status, "reason": f"{reason} ({why})"}

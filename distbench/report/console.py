@@ -88,7 +88,10 @@ def print_failure(path: Path, failure: dict[str, Any]) -> None:
         for line in failure["traceback"].rstrip().split("\n"):
             print(plain(line), flush=True)
     if not failure["user_error"]:
-        for line in failure.get("lines", []):
+        lines = failure.get("lines", [])
+        if lines and failure.get("type") == "RankDied":
+            print("    the end of its log, whatever that has to do with it:")
+        for line in lines:
             print(f"    {plain(line)}")
         if failure["phase"] is not None:
             step = "" if failure["step"] is None else f"step {failure['step']}, "

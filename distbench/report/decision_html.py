@@ -109,7 +109,10 @@ def to_html(ranking: Ranking, title: str) -> str:
     return document("distbench report", "".join(body), STYLE)
 
 
-SPLIT = "where a step's time goes, slowest rank, in ms: medians of its parts, whose sum is not the median of the whole"
+SPLIT = (
+    "where a step's time goes, slowest rank, in ms: medians of its parts, whose sum is not the median of the whole; of each "
+    "candidate's first run"
+)
 
 
 def _e(text: object) -> str:

@@ -383,9 +383,13 @@ class _Decision:
         return None
 
     def _choose(self, eligible: list[int]) -> int:
-        """The rule's best; of those as good within the noise, one that is on the front, then the fastest."""
+        """The rule's best; of those as good within the noise, one that is on the front, then the fastest. Where time
+        decides, none whose median is more than WORTH_FINDING longer: what noise hides is no reason to take it."""
         best = min(eligible, key=lambda index: (self._merit(index), self.times.log_medians[index]))
         as_good = [index for index in eligible if index == best or self._ties(index, best)]
+        if self.rule.rule in (Rule.fastest, Rule.fastest_within_memory):
+            limit = self.times.log_medians[best] + math.log1p(WORTH_FINDING)
+            as_good = [index for index in as_good if self.times.log_medians[index] <= limit]
         on_front = [index for index in as_good if self.candidates[index].pareto]
         return min(on_front or [best], key=lambda index: self.times.log_medians[index])
 
@@ -446,7 +450,7 @@ class _Decision:
         if ties:
             names = ", ".join(tie.name for tie in ties[:3]) + (f" and {len(ties) - 3} more" if len(ties) > 3 else "")
             if self.rule.rule in (Rule.fastest, Rule.fastest_within_memory) and self._slower_median(ties):
-                return f"{what} of {num_eligible} within the noise, for its less memory; the same step time as {names}"
+                return f"{what} of {num_eligible} within the noise, for its less memory; not told apart in time from {names}"
             return f"{what} of {num_eligible}, but no difference beyond noise to {names}{self._unsure_within()}"
         within = rule.rule in (Rule.smallest_within, Rule.most_accurate_within)
         sure = f"beyond the {100 * ASSUMED_BETWEEN:g} % assumed" if self.times.assumed else "beyond noise"
@@ -489,6 +493,8 @@ class _Decision:
             )
         if len(self.candidates) > 1 and not times.assumed:
             notes.append(self._resolution())
+        if times.blocks is None and not times.assumed and (odd := self._not_in_every_repeat()):
+            notes.append(f"not compared repeat by repeat: {odd} was not run once in every repeat that another was")
         others = Counter(
             str(c.memory.meter) for c in self.candidates if c.memory.value is not None and c.memory.meter != self.meter
         )
@@ -496,14 +502,26 @@ class _Decision:
             f"memory measured by {meter} ({count}) is not compared with {self.meter}" for meter, count in others.items()
         )
 
+    def _not_in_every_repeat(self) -> str | None:
+        """The candidate for whose sake others, run in turn, are compared as if they had not been."""
+        own = {c.name: sorted(str(run.block) for run in c.runs if run.block is not None) for c in self.candidates}
+        most = max(own.values(), key=lambda blocks: (len(blocks), blocks))
+        return next((name for name, blocks in own.items() if blocks != most), None) if len(most) > 1 else None
+
     def _resolution(self) -> str:
         """What the sweep could have found, so that "no difference" is not read as "none there is"."""
         smallest = self.times.resolution - 1
+        fastest = int(np.argmin(self.times.log_medians))
+        ratios = [self.times.ratio(index, fastest) for index in range(len(self.candidates))]
+        seen = max((ratio.value for ratio in ratios if ratio.verdict == "no difference"), default=1.0)
         found = f"with that noise, a difference of {digits(100 * smallest)} % or more is found four times in five"
         if smallest <= WORTH_FINDING:
             return found
-        needed = self.times.repeats_to_find(1 + WORTH_FINDING)
-        worth = f"{100 * WORTH_FINDING:g} %"
+        target = max(seen, 1 + WORTH_FINDING)  # what was seen and is not told apart, where that is more
+        needed = self.times.repeats_to_find(target)
+        worth = f"{digits(100 * (target - 1))} %" + (
+            ", the largest that was seen" if target > 1 + WORTH_FINDING else ""
+        )
         return f"{found}; for {worth}, " + (
             f"about sweep.repeats={needed}" if needed else "longer windows or a quieter machine"
         )

@@ -157,8 +157,14 @@ LOGS = "    logs         "
         ({"rank": -1}, "the baseline's process on node7 failed:\nTraceback:\n"),
         ({"user_error": True}, "distbench: m\n"),
         (
-            {"traceback": None, "message": "rank 1 died", "lines": ["a\x1b[2J", "b"], "ended_with_it": [0]},
-            f"distbench: rank 1 died\n    a\\x1b[2J\n    b\n{WHERE}    with it      rank 0\n{LOGS}",
+            {
+                "type": "RankDied",
+                "traceback": None,
+                "message": "rank 1 died",
+                "lines": ["a\x1b[2J", "b"],
+                "ended_with_it": [0],
+            },
+            f"distbench: rank 1 died\n    the end of its log, whatever that has to do with it:\n    a\\x1b[2J\n    b\n{WHERE}    with it      rank 0\n{LOGS}",
         ),
         ({"traceback": None, "phase": None, "ended_with_it": []}, f"distbench: m\n{LOGS}"),
     ],

@@ -171,3 +171,17 @@ def test_time_of_another_meter_is_not_compared_with_ours(tmp_path: Path) -> None
     assert [c.name for c in ranking.candidates] == ["000_ours"], "though they are more"
     assert "step time measured by a wrist watch" in str(ranking.unranked[0].excluded)
     assert json.dumps(to_json(ranking))
+
+
+def test_who_was_not_run_in_every_repeat_is_named(tmp_path: Path) -> None:
+    """For its sake nobody is compared repeat by repeat."""
+    for repeat in (1, 2, 3):
+        config = {"sweep.order": "interleaved", "sweep.repeat": repeat}
+        for name, step in (("a", 10), ("b", 11)):
+            candidate(tmp_path / "s", f"{name},repeat={repeat}", step, effective=name, config=record(config)["config"])
+    assert rank([tmp_path]).times.blocks is not None  # type: ignore[union-attr]
+    candidate(tmp_path / "other", "c", 12)
+    ranking = rank([tmp_path])
+    assert ranking.times is not None and ranking.times.blocks is None
+    (note,) = (note for note in ranking.notes if "repeat by repeat" in note)
+    assert note == "not compared repeat by repeat: 000_c was not run once in every repeat that another was"

@@ -411,7 +411,19 @@ def test_a_choice_for_its_less_memory_is_not_called_the_fastest(tmp_path: Path) 
     candidate(tmp_path, "small", 10.3, gib=1)
     ranking = rank([tmp_path])
     assert ranking.chosen is named(ranking, "small")
-    assert ranking.why == "fastest of 2 within the noise, for its less memory; the same step time as 000_quick"
+    assert ranking.why == "fastest of 2 within the noise, for its less memory; not told apart in time from 000_quick"
+
+
+def test_noise_is_no_reason_to_choose_what_was_measured_slower(tmp_path: Path) -> None:
+    """Twice the median and a quarter of the memory, and noise that hides it."""
+    noise = Noise(between=0.6)
+    candidate(tmp_path, "quick", 10, gib=4, repeats=2, noise=noise, seed=1)
+    candidate(tmp_path, "small", 18, gib=1, repeats=2, noise=noise, seed=1)
+    ranking = rank([tmp_path])
+    loser = named(ranking, "small")
+    assert loser.versus is not None and loser.versus.verdict == "no difference" and loser.versus.value > 1.5
+    assert ranking.chosen is named(ranking, "quick") and "for its less memory" not in ranking.why
+    assert any("the largest that was seen, about sweep.repeats=" in note for note in ranking.notes), ranking.notes
 
 
 def test_repeats_that_ended_otherwise_are_told(tmp_path: Path) -> None:
