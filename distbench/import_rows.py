@@ -29,8 +29,14 @@ def main(argv: list[str]) -> int:
         help="a run folder of the same model, data, batch and machine; without it the rows are a group of their own",
     )
     options = parser.parse_args(argv)
-    from distbench.runs.imported import import_rows
+    from distbench.runs.folder import read_record
+    from distbench.runs.imported import UNNAMED, import_rows
 
     folders = import_rows(options.file, options.out, options.like)
+    for folder in folders:
+        record = read_record(folder)
+        if record["gate"]["passed"] and record["window"]["step_time"]["meter"] == UNNAMED:
+            note = "names no step_time_meter: its time will not be compared with ours (docs/decision.md)"
+            print(f"note: {plain(folder.name)} {note}")
     print(f"{counted(len(folders), 'run folder')} in {plain(options.out)}")
     return ExitCode.OK

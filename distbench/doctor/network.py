@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,11 +134,15 @@ def measure(config: Config, folder: RunFolder, world: World, largest: int, beat:
 
     from distbench.doctor.probe import time_collectives
     from distbench.launching.hosts import hosts_of
+    from distbench.measure import cores
 
     torch.set_num_threads(1)
     hosts = hosts_of(world)
+    queued, began = cores.queued(), time.perf_counter()
     timings = list(time_collectives(world, largest, beat))
     pairs = pairs_of(world, hosts, beat)
+    waited, took = cores.waited(queued, cores.queued()), time.perf_counter() - began
+    waits = [wait for wait in world.gather(waited) if wait is not None]
     if world.rank == 0:
         sections = {
             "schema": SCHEMA,
@@ -150,6 +155,7 @@ def measure(config: Config, folder: RunFolder, world: World, largest: int, beat:
             "collectives": [asdict(timing) for timing in timings],
             "lines": lines_of([asdict(timing) for timing in timings], world.size),
             "pairs": pairs,
+            "core_wait": max(waits) / took if waits else None,
             "config": to_container(config),
             "environment": environment(),
         }

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distbench.doctor.fit import SLOW
+from distbench.measure.cores import CROWDED
 from distbench.report.console import relative, table_console
 from distbench.runs.text import readable_bytes
 
@@ -32,6 +33,11 @@ def print_network(found: dict[str, Any], folder: Path) -> None:
         "seconds = alpha + bytes that busbw counts / beta; error: the largest relative difference from what was measured\n"
     )
     _print_pairs(found["pairs"])
+    if (short := found["core_wait"]) is not None and short >= CROWDED:
+        print(
+            f"\ncores were short: a rank's thread could run and had none for {short:.0%} of the time; measure again when the"
+        )
+        print("hosts are quiet")
     if wrong := sorted({row["op"] for row in found["collectives"] if not row["right"]}):
         print(
             f"\nWRONG VALUES came out of {', '.join(wrong)}: nothing that is trained over this network can be believed"
@@ -68,20 +74,27 @@ def _lines(lines: dict[str, Any]) -> Table:
 
 def _print_pairs(pairs: dict[str, Any]) -> None:
     every = pairs["all"]
-    table = _table(("from", False), ("to", False), ("latency", True), ("bandwidth", True))
+    table = _table(
+        ("from", False), ("to", False), ("latency", True), ("best", True), ("bandwidth", True), ("best", True)
+    )
     shown = sorted(every, key=lambda pair: pair["bandwidth"])[:MAX_PAIRS]
     for pair in shown:
         table.add_row(
             Text(pair["source"]),
             Text(pair["target"]),
             _seconds(pair["latency"]),
+            _seconds(pair["latency_best"]),
             f"{readable_bytes(pair['bandwidth'])}/s",
+            f"{readable_bytes(pair['bandwidth_best'])}/s",
         )
     _show(table)
     if len(every) > len(shown):
         print(f"the {len(shown)} slowest of {len(every)}")
     if pairs["rounds"] < pairs["of_rounds"]:
         print(f"each of the {pairs['between']} met {pairs['rounds']} of {pairs['of_rounds']} others")
+    print(
+        "medians, and the best of them, by which a pair is judged: what else runs on a host holds up some messages, not all"
+    )
     usual = pairs["typical"]
     print(f"typical      {_seconds(usual['latency'])} one way, {readable_bytes(usual['bandwidth'])}/s")
     if not pairs["slow"]:

@@ -25,6 +25,7 @@ from distbench.runs.text import counted, detail
 MAX_BYTES = 64 * 2**20
 MAX_COUNT, MAX_RANKS = 10**9, 10**6
 """Of whole numbers, and of `world_size`: beyond what anybody has, and so a mistake."""
+UNNAMED = "a meter that the row does not name"
 AGREE = 0.01
 """Relative difference of two statements of one step time up to which they are the same."""
 
@@ -296,16 +297,16 @@ def _window(row: dict[str, Any]) -> dict[str, Any]:
         "accepted": True,
         "reason": None,
         "step_time": {
-            **figure(median, "s", row.get("step_time_meter", "another tool's")),
+            **figure(median, "s", row.get("step_time_meter", UNNAMED)),
             "samples": samples or ([] if median is None else [median]),
         },
         "tokens_per_second": figure(row.get("tokens_per_second"), "tokens/s", "imported"),
-        "exposed_comm": figure(row.get("exposed_comm_s"), "s", row.get("exposed_comm_meter", "another tool's")),
+        "exposed_comm": figure(row.get("exposed_comm_s"), "s", row.get("exposed_comm_meter", UNNAMED)),
         "memory": {
             "peak_allocated": {
                 "bytes": row.get("peak_memory_bytes"),
                 "rank": None,
-                "meter": row.get("memory_meter", "another tool's"),
+                "meter": row.get("memory_meter", UNNAMED),
                 "reason": None if "peak_memory_bytes" in row else "not in the imported row",
             }
         },

@@ -96,6 +96,7 @@ def test_what_is_slow_or_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         "hosts": [{"host": "a", "ranks": [0], "interfaces": []}],
         "collectives": [{**row, "right": False}],
         "lines": {"all_reduce": None},
+        "core_wait": 0.6,
         "pairs": {
             "between": "hosts",
             "rounds": 1,
@@ -110,6 +111,7 @@ def test_what_is_slow_or_wrong_is_said(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().out
     assert "SLOW         a: most of its pairs are" in said and "SLOW         a to b: 1 ms one way" in said
     assert "WRONG VALUES came out of all_reduce" in said and "met 1 of 3 others" in said and "no line" in said
+    assert "for 60% of the time" in said
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 99}'])

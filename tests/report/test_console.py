@@ -126,6 +126,7 @@ def test_paths_are_short_where_they_can_be(tmp_path: Path, monkeypatch: pytest.M
     assert relative(tmp_path / "there") == str((tmp_path / "there").resolve())
 
 
+LAST = "    the end of its log, whatever that has to do with it:\n"
 FAILURE = {
     "rank": 1,
     "host": "node7",
@@ -164,7 +165,7 @@ LOGS = "    logs         "
                 "lines": ["a\x1b[2J", "b"],
                 "ended_with_it": [0],
             },
-            f"distbench: rank 1 died\n    the end of its log, whatever that has to do with it:\n    a\\x1b[2J\n    b\n{WHERE}    with it      rank 0\n{LOGS}",
+            f"distbench: rank 1 died\n{LAST}    a\\x1b[2J\n    b\n{WHERE}    with it      rank 0\n{LOGS}",
         ),
         ({"traceback": None, "phase": None, "ended_with_it": []}, f"distbench: m\n{LOGS}"),
     ],

@@ -38,7 +38,7 @@ def test_beside_ours_and_never_chosen_ungated(tmp_path: Path) -> None:
     assert shown["theirs"].cells["ms/step"] == "1" and shown["theirs"].why == "ungated"
     assert shown["gated"].cells["gate"] == "tolerance" and "memory not compared" in shown["gated"].why
     assert shown["unnamed"].why == (
-        "step time measured by another tool's, the others' by perf_counter, slowest rank: not compared"
+        "step time measured by a meter that the row does not name, the others' by perf_counter, slowest rank: not compared"
     )
 
 
