@@ -5,6 +5,7 @@ Nothing here imports torch: help and refusals answer at once.
 
 from __future__ import annotations
 
+import atexit
 import difflib
 import errno
 import gc
@@ -14,6 +15,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from distbench import interrupts
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.text import complaint
 
@@ -70,6 +72,13 @@ def entry() -> None:
         if error.errno == errno.ENOSPC:
             print(f"distbench: cannot write the output: {error.strerror}", file=sys.stderr)
             code = ExitCode.USAGE
+    if code == ExitCode.INTERRUPTED:
+        # Where the signal came while native code had Python's run (a library's import), the interpreter remembers an
+        # interrupt that nobody handled, and ends itself by SIGINT whatever the code is (CPython 3.11, run_eval_code_obj).
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -142,15 +151,14 @@ def _run(argv: list[str]) -> int:
     from distbench.config import joined_world
 
     if joined_world() is None:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, _interrupt)  # as Ctrl-C: nothing started outlives this process
+        interrupts.listen(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
         return ExitCode.OK if _followed() else _compose_and_run(argv)
     from distbench.launching import joined
 
     if os.environ["RANK"] != "0":
         return joined.follow()
     code: int = ExitCode.USAGE
-    signal.signal(signal.SIGTERM, _interrupt)  # until it is a rank
+    interrupts.listen(signal.SIGTERM)  # until it is a rank
     if (folder := joined.folder_to_go_on_in()) is not None:
         argv = [f"resume={folder}"]
     try:
@@ -171,10 +179,6 @@ def _followed() -> bool:
         return False
     nodes.follow(node)
     return True
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 VALUED = {"--cfg", "--package", "--config-path", "--config-name", "--config-dir", "-c", "-p", "-cp", "-cn", "-cd"}

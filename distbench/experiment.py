@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distbench import config as configuration
+from distbench import interrupts
 from distbench.config import (
     Config,
     LocalLaunch,
@@ -100,8 +101,12 @@ def _run(config: Config, folder: RunFolder, leader: Leader) -> Outcome:
             sections = first_sections(config, folder, model, notes)
         else:
             sections = resumed_sections(config, folder, step_of(start))
-    except BaseException:  # a signal's, too
+        interrupts.heed()
+    except BaseException as error:  # a signal's, too
         local.cool_down()
+        if isinstance(error, KeyboardInterrupt) and config.resume is not None:
+            print("    interrupted before it went on: the run is as it was", flush=True)
+            say_how_to_resume(folder.path)
         raise
     folder.write_resolved(to_container(config))
     folder.update_record(**sections)
@@ -188,6 +193,7 @@ def start_ranks(config: Config, model: nn.Module | None, folder: RunFolder, lead
     restarts, stale = 0, False
     while True:
         baseline = ready_baseline(config, model, folder)
+        interrupts.heed()
         try:
             return nodes.start_ranks(config, folder, baseline, leader)
         except local.RanksFailed as failed:

@@ -436,3 +436,36 @@ def test_torchrun_without_a_run_ends(words: list[str], code: int, message: str, 
     assert ended.code == code, ended.said  # torchrun itself ends with 1 for whatever its ranks end with
     assert ended.said.count(message) == 1
     assert ended.left == []
+
+
+def test_the_exit_code_of_an_interrupt_that_came_in_native_code(tmp_path: Path) -> None:
+    """Python would end by SIGINT itself, whatever it is told."""
+    code = (
+        "import atexit, ctypes\n"
+        "from distbench import __main__ as command\n"
+        "def main(argv):\n"
+        "    ctypes.pythonapi.PyRun_SimpleString(b'raise KeyboardInterrupt')\n"
+        "    return 5\n"
+        "command.main = main\n"
+        "atexit.register(print, 'tidied up')\n"
+        "command.entry()\n"
+    )
+    ended = Command(sys.executable, "-c", code, cwd=tmp_path).finish()
+    assert ended.code == 5 and ended.out == "tidied up\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_that_a_library_swallows_is_heeded(number: signal.Signals, tmp_path: Path) -> None:
+    code = (
+        "import ctypes, os, sys\n"
+        "from distbench import __main__ as command, preflight\n"
+        "real = preflight.preflight\n"
+        "def swallowing(*args):\n"
+        f"    ctypes.pythonapi.PyRun_SimpleString(b'import os; os.kill(os.getpid(), {int(number)})')\n"
+        "    return real(*args)\n"
+        "preflight.preflight = swallowing\n"
+        f"sys.argv = ['distbench', *{SMALL!r}]\n"
+        "command.entry()\n"
+    )
+    ended = Command(sys.executable, "-c", code, cwd=tmp_path).finish()
+    assert ended.code == 5 and "distbench: interrupted" in ended.err and not ended.runs

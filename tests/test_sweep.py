@@ -184,3 +184,11 @@ def test_what_hydra_did_not_type_is_left_to_the_plain_tree() -> None:
     with flag_override(untyped, "struct", False):
         untyped.strategy = {"name": "ddp"}  # as an option of the user's own, without a schema
     assert _typed_already(own(untyped)) is None
+
+
+def test_a_cell_of_which_nothing_is_left_is_a_crash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its job ended before it could write a record."""
+    slurm = pytest.importorskip("distbench.launching.slurm", reason="distbench[slurm] not installed")
+    monkeypatch.setattr(sweep, "_exit_codes", [])
+    found = slurm._lost(tmp_path / "none", "FAILED", "no result")
+    assert found["status"] == "crashed" and sweep.exit_code() == 4

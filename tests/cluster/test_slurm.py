@@ -103,8 +103,9 @@ def test_a_job_that_is_asked_to_end_is_queued_again_and_goes_on(slurm: Slurm, tm
 
 
 def test_a_job_whose_time_is_up_goes_on_in_the_next_as_often_as_asked(slurm: Slurm, tmp_path: Path) -> None:
-    """Slurm's shortest time is a minute. It asks for a checkpoint 35 s before that is over, or a little earlier."""
-    limits = ["launch.slurm.time_min=1", "launch.slurm.signal_s=35", "launch.slurm.requeues=1"]
+    """Slurm counts time in minutes. It asks for a checkpoint 75 s before two are over, or a little earlier: on a crowded
+    machine a job needs most of the rest to begin."""
+    limits = ["launch.slurm.time_min=2", "launch.slurm.signal_s=75", "launch.slurm.requeues=1"]
     ended = sweep(slurm, *LONG, *limits, "steps=1000000", cwd=tmp_path)
     assert ended.code != OK, ended.said
     (run,) = ended.runs
