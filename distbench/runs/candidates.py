@@ -70,7 +70,7 @@ class Run:
     group: str
     """Digest of what runs must share to be compared (`comparable`)."""
     effective: str
-    """Digest of the effective experiment: repeats share it."""
+    """Of the effective experiment and the weights that it began from: repeats share it."""
     repeat: int
     labels: dict[str, str]
     """strategy, precision, wrap, prefetch, accumulation, ranks, from."""
@@ -267,7 +267,7 @@ def row(folder: Path, record: dict[str, Any], group: str) -> Run:
     if not isinstance(status, str):
         raise ValueError(f"status {status!r}")
     if (start := record.get("initial_weights")) is not None:  # a factory may read its weights from a file
-        effective = digest([effective, str(start)])
+        effective = f"{effective} {start}"
     sweep = as_tree(config.get("sweep"))
     repeat = sweep.get("repeat", 1)
     tier = _text(gate.get("tier"))
@@ -298,7 +298,7 @@ def _identity(record: dict[str, Any]) -> str | None:
     """Who ran, where and when."""
     ran, host = as_tree(record.get("run")), as_tree(record.get("environment")).get("host")
     known = [ran.get("name"), ran.get("pid"), record.get("started"), host]
-    return digest(known) if None not in known else None
+    return None if None in known else " ".join(map(str, known))
 
 
 def _excluded(
