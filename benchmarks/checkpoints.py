@@ -28,6 +28,7 @@ from torch import Tensor
 from distbench.build import build_trainer, set_determinism
 from distbench.checkpoint.keeping import Keeper
 from distbench.checkpoint.sharded import load_shards, save_shards
+from distbench.composing import compose
 from distbench.config import Config, from_container, to_container
 from distbench.launching import local
 from distbench.launching.world import World
@@ -172,19 +173,6 @@ def starts(root: Path) -> tuple[list[float], list[float]]:
     return fresh[1:], resumed[1:]  # the first of each reads torch from disk
 
 
-def composed() -> Config:
-    from hydra import compose, initialize_config_dir
-
-    from distbench.config import register_schemas
-    from distbench.hydra_edge import conf_dir, register_resolvers
-    from distbench.sweep import typed
-
-    register_schemas()
-    register_resolvers()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return typed(compose("config", ["strategy=fsdp2", *OVERRIDES]))
-
-
 def launch(config: Config, root: Path) -> dict[str, Any]:
     import secrets
 
@@ -206,7 +194,7 @@ def launch(config: Config, root: Path) -> dict[str, Any]:
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as temporary:
         root = Path(temporary)
-        found = launch(composed(), root)
+        found = launch(compose(["strategy=fsdp2", *OVERRIDES]), root)
         median = {name: statistics.median(values) for name, values in found["seconds"].items()}
 
         def rate(name: str, ranks: int = 1) -> float:

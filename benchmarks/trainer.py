@@ -10,7 +10,6 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +18,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from distbench.build import build_trainer, set_determinism
-from distbench.config import Config, from_container, to_container
+from distbench.composing import compose
+from distbench.config import from_container, to_container
 from distbench.launching import local
 from distbench.launching.world import World
 
 BLOCKS, STEPS = 15, 6
 OVERRIDES = ["model.hidden_dim=256", "model.seq_len=64", "model.num_layers=4", "global_batch=16", "gate=off"]
-
-
-def composed(strategy: str) -> Config:
-    from hydra import compose, initialize_config_dir
-
-    from distbench.config import register_schemas
-    from distbench.hydra_edge import conf_dir, register_resolvers
-    from distbench.sweep import typed
-
-    register_schemas()
-    register_resolvers()
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return typed(compose("config", [f"strategy={strategy}", *OVERRIDES]))
 
 
 def by_hand(trainer: Any, step: int) -> None:
@@ -99,7 +86,7 @@ def main() -> None:
     print("  target: at most 1.02x")
     print("  strategy      by hand     trainer    ratio   (quartiles)")
     for strategy in ("ddp", "fsdp", "fsdp2"):
-        config = replace(composed(strategy))
+        config = compose([f"strategy={strategy}", *OVERRIDES])
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "row"
             launch = LaunchConfig(

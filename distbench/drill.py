@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distbench import __version__
+from distbench import __version__, interrupts
 from distbench.errors import ConfigError, DistbenchError, ExitCode
 from distbench.runs.files import check_output
 
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     root = Path(tempfile.mkdtemp(prefix="distbench-drill-"))
     began = time.perf_counter()
     site = Site(root)
-    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: what a case has started does not outlive this process
+    interrupts.listen(signal.SIGTERM)
     results: dict[str, list[Try]] = {drill.name: [] for drill in drills}
     good = False
     try:
@@ -67,10 +67,6 @@ def main(argv: list[str]) -> int:
     if options.write:
         options.write.write_text(_document(text, argv, time.perf_counter() - began))
     return ExitCode.OK if good else ExitCode.DIFFERENT
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 # --- what is asked for

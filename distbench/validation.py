@@ -12,6 +12,7 @@ from distbench.config import (
     AUTO,
     DTYPES,
     Config,
+    Decide,
     LossKind,
     Rule,
     TestbedLaunch,
@@ -93,8 +94,8 @@ def _validate_window(window: Window) -> None:
         raise ConfigError(f"window.max_overhead={window.max_overhead} must be a share above 0, such as 0.05")
 
 
-def _validate_decision(config: Config) -> None:
-    decide = config.decide
+def validate_rule(decide: Decide) -> None:
+    """Raises ConfigError for a rule that makes no sense."""
     if decide.memory_gib is None:
         if decide.rule is Rule.fastest_within_memory:
             raise ConfigError("decide=fastest_within_memory needs decide.memory_gib=..., the memory one rank may use")
@@ -102,6 +103,10 @@ def _validate_decision(config: Config) -> None:
         raise ConfigError(f"decide.memory_gib={decide.memory_gib} must be positive, in GiB a rank")
     if not 0 <= decide.within_percent < math.inf:
         raise ConfigError(f"decide.within_percent={decide.within_percent} must be a percentage from 0 on")
+
+
+def _validate_decision(config: Config) -> None:
+    validate_rule(config.decide)
     _positive("sweep.repeats", config.sweep.repeats)
     _positive("sweep.repeat", config.sweep.repeat)
 

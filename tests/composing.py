@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
+from distbench.composing import compose_only
 from distbench.config import Config, register_schemas
-from distbench.errors import ConfigError
-from distbench.hydra_edge import conf_dir, explain, register_resolvers
-from distbench.sweep import typed
+from distbench.hydra_edge import conf_dir, register_resolvers
 
 
 def compose(*overrides: str) -> Config:
     """Raises ConfigError with the message that the command line prints."""
-    try:
-        return typed(compose_tree(*overrides))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error)) from error
+    return compose_only(overrides)
 
 
 def compose_tree(*overrides: str, hydra: bool = False) -> DictConfig:

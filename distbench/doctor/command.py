@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import secrets
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 
 from distbench.config import joined_world, spelled, world_size
@@ -63,6 +61,7 @@ def _machine() -> int:
 def _network(words: list[str], largest_mib: int) -> int:
     from distbench.composing import compose_only
     from distbench.doctor import network
+    from distbench.hydra_edge import stamp
     from distbench.validation import validate
 
     if odd := next((word for word in words if "=" not in word), None):
@@ -74,7 +73,7 @@ def _network(words: list[str], largest_mib: int) -> int:
     validate(config)
     if world_size(config) < 2:
         raise ConfigError("there is no network with 1 rank: set launch.nproc=2 or more, or launch.nodes=2")
-    path = Path(config.output_dir) / f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(2)}_network"
+    path = Path(config.output_dir) / f"{stamp()}_network"
     if joined_world() is not None:
         return network.joined(config, RunFolder(path), largest_mib * 2**20)
     folder = RunFolder(path)

@@ -128,6 +128,21 @@ def run_rank(config: Config, folder: RunFolder, process: RankProcess, baseline: 
     world.leave()
 
 
+def joined(config: Config, folder: RunFolder, largest: int) -> int:
+    """This process is a rank already, torchrun's. Returns its exit code."""
+    from distbench.launching.world import World
+
+    world = World.join(configuration.resolve_device(config), config.launch.timeout_s, needs_group=True)
+    if world.rank == 0:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    world.barrier()
+    measure(config, folder, world, largest, lambda _: None)
+    code = finish(folder, config).exit_code if world.rank == 0 else int(ExitCode.OK)
+    codes = world.gather(code)
+    world.leave()
+    return int(codes[0])
+
+
 def measure(config: Config, folder: RunFolder, world: World, largest: int, beat: Any) -> None:
     """All of it. A collective."""
     import torch
@@ -194,7 +209,8 @@ def pairs_of(world: World, hosts: list[dict[str, Any]], beat: Any) -> dict[str, 
     together = time_pairs(world, list(names), MAX_ROUNDS, beat)
     found = directions(together)
     usual = typical(found)
-    suspects = slow(found, *usual)[:MAX_ALONE]
+    slower = slow(found, *usual)
+    suspects = slower[:MAX_ALONE]
     numbers = {name: rank for rank, name in names.items()}
     again = sorted({tuple(sorted((numbers[d.source], numbers[d.target]))) for d in suspects})
     alone = {(d.source, d.target): d for d in directions(time_alone(world, again, beat))}
@@ -206,7 +222,7 @@ def pairs_of(world: World, hosts: list[dict[str, Any]], beat: Any) -> dict[str, 
         "typical": {"latency": usual[0], "bandwidth": usual[1]},
         "all": [asdict(d) for d in found],
         "slow": [asdict(d) for d in still],
-        "slow_hosts": slow_hosts(found, slow(found, *usual)) if still else [],
+        "slow_hosts": slow_hosts(found, slower) if still else [],
     }
 
 
@@ -224,18 +240,3 @@ def known_network(config: Config, hosts: list[dict[str, Any]]) -> tuple[dict[str
         return {"measured": found["measured"], "file": str(file), "lines": found["lines"]}, None
     except (RunFolderError, KeyError) as error:
         return None, f"{file} is damaged: {error}"
-
-
-def joined(config: Config, folder: RunFolder, largest: int) -> int:
-    """This process is a rank already, torchrun's. Returns its exit code."""
-    from distbench.launching.world import World
-
-    world = World.join(configuration.resolve_device(config), config.launch.timeout_s, needs_group=True)
-    if world.rank == 0:
-        folder.path.mkdir(parents=True, exist_ok=True)
-    world.barrier()
-    measure(config, folder, world, largest, lambda _: None)
-    code = finish(folder, config).exit_code if world.rank == 0 else int(ExitCode.OK)
-    codes = world.gather(code)
-    world.leave()
-    return int(codes[0])

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from distbench.config import Decide, Rule
-from distbench.errors import RunFolderError
+from distbench.errors import ConfigError, RunFolderError
 from distbench.runs.candidates import TIERS, Figure, Reading, Run, read_runs
 from distbench.runs.folder import Status, now
 from distbench.runs.noise import ASSUMED_BETWEEN, Ratio, StepTimes, digits
 from distbench.runs.sides import settings
 from distbench.runs.text import counted
+from distbench.validation import validate_rule
 
 SCHEMA = 1
 """Version of decision.json."""
@@ -155,14 +156,12 @@ def _own_rule(runs: Sequence[Run]) -> tuple[Decide, list[str]]:
         memory = None if tree.get("memory_gib") is None else float(tree["memory_gib"])
     except (KeyError, TypeError, ValueError):
         return Decide(), ["the rule in the records cannot be read: the fastest is looked for"]
-    needs_memory = rule is Rule.fastest_within_memory
-    if (
-        not 0 <= within < math.inf
-        or (memory is not None and not 0 < memory < math.inf)
-        or (needs_memory and memory is None)
-    ):
+    decide = Decide(rule, memory, within)
+    try:
+        validate_rule(decide)
+    except ConfigError:
         return Decide(), ["the rule in the records makes no sense: the fastest is looked for"]
-    return Decide(rule, memory, within), []
+    return decide, []
 
 
 def _places(reading: Reading) -> list[str]:
